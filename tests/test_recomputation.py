@@ -18,7 +18,7 @@ import autopar
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.features.activation_checkpointing import setup as activation_checkpoint
-from autopar.features.activation_checkpointing.tape import Tape
+from autopar.features.activation_checkpointing.setup import Tape
 from tests.parity import all_close
 from tests.pool import pooled
 from tests.random_models import build, cases

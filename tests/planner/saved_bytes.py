@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import autopar
 from autopar.compat.tensors import local_part
 from autopar.features.activation_checkpointing import setup as activation_checkpoint
-from autopar.features.activation_checkpointing.tape import Tape
+from autopar.features.activation_checkpointing.setup import Tape
 from autopar.pipeline_parallel.engine import Engine
 
 

@@ -1,10 +1,18 @@
-"""Activation checkpointing: of a plain module's blocks, of what is not saved, and with inputs in the CPU's memory."""
+"""Activation checkpointing: blocks run again in the backward pass, but for results that a tape keeps.
+
+[Note: why not torch's selective checkpointing] It keeps what operators return, and a collective returns nothing: it
+writes into a tensor. So the tape stands where all collectives of activations pass
+(:func:`autopar.distributed.collectives.run`). And it keeps results, not copies: a block that writes into one
+through another tensor of the same memory (``y += x`` behind a linear layer) would get a changed value back, in silence.
+The tape keeps copies, of operators too. Both runs of a block make the same calls in the same order; the recomputation
+may end earlier.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +21,13 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from autopar.compat.tensors import schema_of
+from autopar.compat.tensors import no_dispatch_modes, schema_of, tree_map_only
 from autopar.compat.transformers import RECOMPUTE, recomputed_layers
+from autopar.distributed.collectives import running
 from autopar.distributed.process import accelerator
-from autopar.errors import ConfigError
-from autopar.features.activation_checkpointing.tape import Tape
+from autopar.errors import ConfigError, ConsistencyError
 from autopar.swap import swap, unswap
+from autopar.tensor_tracking import TensorTracking
 
 
 def plan(plans: Any, config: Any, stages: Any) -> None:
@@ -41,20 +50,18 @@ def check(model: nn.Module, blocks: Sequence[str], policy: object, every: int = 
     Args:
         blocks: The paths of a plain module's blocks, which ``policy`` describes.
     """
-    known = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
-    if not getattr(model, "supports_gradient_checkpointing", True) or (
-        isinstance(model, PreTrainedModel) and not known
-    ):
-        raise ConfigError(f"activation_checkpointing: {type(model).__name__} does not support it; leave it out.")
-    if every > 1 and isinstance(model, PreTrainedModel) and not recomputed_layers(model):
+    name, known = type(model).__name__, any(hasattr(module, "gradient_checkpointing") for module in model.modules())
+    if not isinstance(model, PreTrainedModel):
+        if not blocks:
+            raise ConfigError(
+                f"activation_checkpointing recomputes the blocks of a model, and the policy of {name} names no "
+                f"'blocks' ({policy}); leave it out."
+            )
+    elif not model.supports_gradient_checkpointing or not known:
+        raise ConfigError(f"activation_checkpointing: {name} does not support it; leave it out.")
+    elif every > 1 and not recomputed_layers(model):
         raise ConfigError(
-            f"activation_checkpointing.every={every}: {type(model).__name__} recomputes its blocks all or none. Leave "
-            "it out."
-        )
-    if not isinstance(model, PreTrainedModel) and not blocks:
-        raise ConfigError(
-            f"activation_checkpointing recomputes the blocks of a model, and the policy of {type(model).__name__} "
-            f"names no 'blocks' ({policy}); leave it out."
+            f"activation_checkpointing.every={every}: {name} recomputes its blocks all or none. Leave it out."
         )
 
 
@@ -65,7 +72,7 @@ def apply(
 
     Args:
         blocks: The blocks of a plain module; transformers knows those of a Hugging Face model.
-        on_cpu: Whether the inputs of the blocks are kept in the CPU's memory.
+        on_cpu: Flag for inputs of the blocks that are kept in the CPU's memory.
         save: Results to keep, which are not computed again: names of :data:`autopar.config.sections.SAVED`.
         every: A block out of this many is recomputed, beginning with the first.
     """
@@ -83,7 +90,7 @@ def apply(
     for module in model.modules() if on_cpu else ():
         function = vars(module).get(RECOMPUTE)
         if function is not None:
-            setattr(module, RECOMPUTE, Offloaded(function))
+            setattr(module, RECOMPUTE, functools.partial(offloaded, function))
 
 
 def undo(model: nn.Module) -> None:
@@ -126,34 +133,134 @@ def saved_operators(save: tuple[str, ...]) -> frozenset[Any]:
     return frozenset(each for each in every if not schema_of(each).is_mutable)
 
 
-def contexts(save: tuple[str, ...]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def contexts(save: tuple[str, ...]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return what a block runs in, in its forward and when it is recomputed: torch's ``context_fn``."""
     tape = Tape(collectives="collectives" in save, operators=saved_operators(save))
-    return _Again(tape.kept), _Again(tape.played)
+    return tape.kept(), tape.played()
 
 
-class _Again(AbstractContextManager[None]):
-    """A context that is made anew each time that it is entered: a second backward recomputes again."""
+def offloaded(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a checkpoint function that keeps the inputs of blocks in the CPU's memory, and no other saved tensors."""
+    found = accelerator()
+    if found is None:
+        return plain(*args, **kwargs)
+    with save_on_cpu(pin_memory=True, device_type=found.type):  # inside, the recomputation's own hooks take over
+        return plain(*args, **kwargs)
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make, self._entered = make, ExitStack()
+
+# -- results that are kept ------------------------------------------------------------------------------------------
+
+
+class Tape:
+    """Results of one block in one forward.
+
+    Args:
+        collectives: Flag for results of collectives that are kept.
+        operators: Operators of torch whose results are kept.
+    """
+
+    def __init__(self, *, collectives: bool = True, operators: Collection[Any] = ()) -> None:
+        self._collectives, self._operators = collectives, operators
+        self._kept: list[tuple[str, Any]] = []  # name of a call, and its result
+        self._next = -1  # place of the recomputation; -1 in the forward
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Keep what collectives and operators give inside."""
+        return _Run(self, -1)
+
+    def played(self) -> AbstractContextManager[None]:
+        """Give what was kept, inside; any number of times, once for each backward."""
+        return _Run(self, 0)
+
+    def note(self, name: str, result: Any) -> None:
+        """Keep what the call ``name`` has given, or on the meta device would; in a recomputation nothing."""
+        if not self.is_playing:
+            self._kept.append((name, _copied(result)))
+
+    @property
+    def results(self) -> list[Any]:
+        """The values that are kept, in the order of the forward."""
+        return [result for _, result in self._kept]
+
+    def plays(self, name: str, result: torch.Tensor) -> bool:
+        """Write what a collective gave in the forward; whether this is a recomputation. Raises as :meth:`next`."""
+        if not self.is_playing:
+            return False
+        kept = self.next(name, result.shape)
+        with no_dispatch_modes():
+            result.copy_(kept)
+        return True
+
+    @property
+    def is_playing(self) -> bool:
+        """Whether this is a recomputation."""
+        return self._next >= 0
+
+    def next(self, name: str, shape: torch.Size | None = None) -> Any:
+        """Return what the call ``name`` gave in the forward.
+
+        Raises:
+            ConsistencyError: The recomputation is not the forward again.
+        """
+        known, result = self._kept[self._next] if self._next < len(self._kept) else ("none", None)
+        if result is None or known != name or (shape is not None and result.shape != shape):
+            of = "" if shape is None else f" of {tuple(shape)}"
+            was = f"{known} of {tuple(result.shape)}" if result is not None and shape is not None else known
+            raise ConsistencyError(
+                f"activation_checkpointing.save: result {self._next + 1} of a block is {name}{of} when it is\n"
+                f"  recomputed, and was {was} in its forward. The block must do the same both times; or leave save out."
+            )
+        self._next += 1
+        return result
+
+
+class _Run(AbstractContextManager[None]):
+    """A run of the block: its forward, or a recomputation, which each backward enters again."""
+
+    def __init__(self, tape: Tape, start: int) -> None:
+        self._tape, self._start = tape, start
+        self._mode: Any = KeptOperators(tape, tape._operators) if tape._operators else nullcontext()
 
     def __enter__(self) -> None:
-        self._entered.enter_context(self._make())
+        self._outer, self._tape._next = running.tape, self._start
+        self._mode.__enter__()
+        if self._tape._collectives:
+            running.tape = self._tape
 
     def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
+        running.tape = self._outer
+        self._mode.__exit__(*error)
 
 
-class Offloaded:
-    """A checkpoint function that keeps the inputs of blocks in the CPU's memory, and nothing else that is saved."""
+class KeptOperators(TensorTracking):
+    """Lets a tape keep or give the results of some operators. An operator that draws runs both times."""
 
-    def __init__(self, plain: Callable[..., Any]) -> None:
-        self.plain = plain
+    supports_higher_order_operators = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = accelerator()
-        if found is None:
-            return self.plain(*args, **kwargs)
-        with save_on_cpu(pin_memory=True, device_type=found.type):  # inside, the recomputation's own hooks take over
-            return self.plain(*args, **kwargs)
+    def __init__(self, tape: Tape, operators: Collection[Any]) -> None:
+        super().__init__()
+        self._tape, self._operators = tape, operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in self._operators or _drops(func, args, kwargs):
+            return func(*args, **kwargs)
+        if self._tape.is_playing:
+            return _copied(self._tape.next(str(func)))
+        result = func(*args, **kwargs)
+        self._tape.note(str(func), result)
+        return result
+
+
+def _copied(value: Any) -> Any:
+    with no_dispatch_modes():
+        return tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
+
+
+def _drops(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator draws a mask: left out, those behind it would draw other ones."""
+    for place, argument in enumerate(schema_of(func).arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return False

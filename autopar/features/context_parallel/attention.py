@@ -1,21 +1,23 @@
-"""Attention over rows that lie on several ranks, by the model's own attention function and its own whole mask.
+"""Attention over rows that lie on several ranks, by the model's own attention function and its full mask.
 
 The function that a model's config names (``eager``, ``sdpa``, ...) is called by this one, which takes its place in the
 blocks (:mod:`autopar.features.context_parallel.setup`). With ``n`` ranks of the axis:
 
 * ``ulysses`` (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509): rows of all heads are exchanged for all rows of
-  some heads, attention is computed as if the sequence were whole, and the output is exchanged back.
+  some heads, attention is computed as if the sequence were on one rank, and the output is exchanged back.
 * ``gather``: keys and values of all ranks are gathered, and this rank's queries take their rows of the mask. No
   condition on the number of heads. Keys that no query sees are left out. Under plain causal attention a run of rows
   needs the keys up to its last row, and no more: with zigzag rows that is as much on every rank. No table of rows by
   rows is made: long runs are computed some queries at a time, and again in the backward pass, so that no more than the
   mask of one piece exists.
 
-In both the mask is whole on each rank, made by the model's own code; none is ever replaced by a flag.
+In both the mask is full on each rank, made by the model's own code; none is ever replaced by a flag. Where rows are
+exchanged for heads, uneven numbers of both are fine, rows in any order, and heads that several ranks get.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,37 +30,36 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autopar.compat.tensors import own_parameters
 from autopar.compat.transformers import attention_of
-from autopar.distributed.collectives import gather_sum
+from autopar.distributed.autograd_functions import keep_none, named_collective, single_backward
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gather_sum, note_on_meta, run
+from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.errors import ConfigError
-from autopar.features.context_parallel.rows import exchange, heads_layout, keys_layout
 from autopar.features.context_parallel.state import RowState
-from autopar.layout import Layout
+from autopar.layout import Block, Layout, even_shards
 
 IMPLEMENTATION = "autopar_rows"
 """Name of :func:`attention_over_rows` among transformers' attention functions."""
 _MOST = 1 << 24
 """Entries of a mask that are made at a time."""
+_PER_HEAD = ("s_aux", "sinks")  # arguments and attributes with one number for each head
+_BIASES = ("position_bias",)  # [batch or 1, heads, queries, keys]
+_EAGER = ("eager_attention_forward", "simple_eager_attention_forward", "text_eager_attention_forward")
 
 
 class _Call(NamedTuple):
-    """A call of the model's own attention function.
-
-    Attributes:
-        query: ``[batch, heads, rows, head_dim]``; ``key``, ``value``: ``[batch, kv_heads, rows, head_dim]``.
-        mask: ``[batch, 1 or heads, rows, rows]``, or what the function takes instead.
-        given: the other arguments.
-    """
+    """A call of the model's own attention function; ``given``: the other arguments."""
 
     function: Callable[..., Any]
     module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor  # [batch, heads, rows, head_dim]
+    key: torch.Tensor  # [batch, kv_heads, rows, head_dim], as the value
     value: torch.Tensor
-    mask: Any
+    mask: Any  # [batch, 1 or heads, rows, rows], or what the function takes instead
     given: dict[str, Any]
 
     def made(self) -> torch.Tensor:
-        """Return what it makes, ``[batch, rows, heads, head_dim]``."""
+        """Return the output, ``[batch, rows, heads, head_dim]``."""
         return self.function(self.module, self.query, self.key, self.value, self.mask, **self.given)[0]
 
 
@@ -75,12 +76,8 @@ class Implementation(str):
         return hash(IMPLEMENTATION)
 
 
-_PER_HEAD = ("s_aux", "sinks")  # arguments and attributes with one number for each head
-_BIASES = ("position_bias",)  # [batch or 1, heads, queries, keys]
-
-
 def register() -> None:
-    """Make the function known to transformers; models that do not name it are not concerned."""
+    """Register the function in transformers; models that do not name it are unaffected."""
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_over_rows)
 
 
@@ -95,9 +92,10 @@ def attention_over_rows(
     """Compute attention of this rank's rows.
 
     Args:
-        query: ``[batch, heads, rows/cp, head_dim]``; ``key``, ``value``: ``[batch, kv_heads, rows/cp, head_dim]``, or
-            with all rows where they are those of another sequence (an encoder's).
-        attention_mask: whole, ``[batch, 1 or heads, rows, rows]``.
+        query: Queries, ``[batch, heads, rows/cp, head_dim]``.
+        key: Keys, ``[batch, kv_heads, rows/cp, head_dim]``, as the values; with all rows of another sequence (an
+            encoder's).
+        attention_mask: The full mask, ``[batch, 1 or heads, rows, rows]``.
 
     Returns:
         ``[batch, rows/cp, heads, head_dim]``, and no attention maps.
@@ -105,15 +103,14 @@ def attention_over_rows(
     state: RowState = module._autopar_rows  # type: ignore[assignment]
     name, function = plain_attention(module)
     call = _Call(function, module, query, key, value, attention_mask, kwargs)
-    layout = state.layout(module._autopar_list) if state.cutting else None  # type: ignore[arg-type]
+    layout = state.layouts.get(module._autopar_list) if state.cutting else None  # type: ignore[call-overload]
     if not state.cutting:
         state.check_recomputed()
     if layout is None:
         return function(module, query, key, value, attention_mask, **kwargs)
     if state.watch is not None:
-        return state.watch(
-            module, query, key, value, attention_mask, {n: x for n, x in kwargs.items() if n not in _BIASES}
-        ), None
+        others = {name: x for name, x in kwargs.items() if name not in _BIASES}
+        return state.watch(module, query, key, value, attention_mask, others), None
     crosses = state.plan.crosses.get(str(module._autopar_path))
     if crosses is None:
         raise ConfigError(
@@ -121,7 +118,9 @@ def attention_over_rows(
             "of initialize did not see:\n  whether its keys are rows or another sequence is not known. These inputs "
             "need tensor_parallel_size, or sequence_parallel."
         )
-    if not crosses and state.picks_ulysses(query.shape[1], key.shape[1]):
+    heads, kv_heads = query.shape[1], key.shape[1]
+    ulysses = state.method == "ulysses" or (state.method == "auto" and kv_heads % state.axis.size == 0)
+    if not crosses and ulysses and heads % kv_heads == 0:
         return _ulysses(state, layout, call), None
     if not crosses:
         key, value = (gather_sum(x, state.axis, 2, layout) for x in (key, value))
@@ -130,10 +129,10 @@ def attention_over_rows(
 
 
 def plain_attention(module: nn.Module) -> tuple[str, Callable[..., Any]]:
-    """Return the name and the function of the attention that the model's config asks for.
+    """Return the name and the function of the attention that the model's config names.
 
     Raises:
-        ConfigError: it is ``eager``, and the model's file has no function of the usual name.
+        ConfigError: It is ``eager``, and the model's file has no function of the usual name.
     """
     name = str(attention_of(type(module.config)._autopar_whole) or "eager")  # type: ignore[union-attr]
     for kind in type(module).__mro__:
@@ -151,9 +150,6 @@ def plain_attention(module: nn.Module) -> tuple[str, Callable[..., Any]]:
     )
 
 
-_EAGER = ("eager_attention_forward", "simple_eager_attention_forward", "text_eager_attention_forward")
-
-
 # -- ulysses ------------------------------------------------------------------------------------------------------
 
 
@@ -169,9 +165,8 @@ def _ulysses(state: RowState, rows: Layout, call: _Call) -> torch.Tensor:
     key, value = (exchange(x, axis, of_keys, rows, to_heads=True) for x in (call.key, call.value))
     if kv_heads < axis.size and query.shape[1]:
         key, value, groups = _of_groups(call.module, key, value, groups, of_queries.ranges(axis.rank)[0])
-    given = {
-        name: state.whole_of(x) if isinstance(x, torch.Tensor) else x for name, x in call.given.items()
-    }  # positions
+    full = {name: state.whole_of(x) for name, x in call.given.items() if isinstance(x, torch.Tensor)}  # positions
+    given = call.given | full
     given |= {name: _of_heads(given[name], of_queries, axis.rank) for name in (*_PER_HEAD, *_BIASES) if name in given}
     if query.shape[1]:
         mask = _of_heads(call.mask, of_queries, axis.rank)
@@ -195,7 +190,7 @@ def _of_groups(
 
 
 def _of_heads(x: Any, layout: Layout, rank: int) -> Any:
-    """Some heads of ``[heads]`` or ``[batch, heads, queries, keys]``; what is the same for all heads stays."""
+    """Keep this rank's heads of ``[heads]`` or ``[batch, heads, queries, keys]``; one row for all heads stays."""
     if not isinstance(x, torch.Tensor):
         return x
     dim = 1 if x.ndim == 4 else 0
@@ -204,38 +199,29 @@ def _of_heads(x: Any, layout: Layout, rank: int) -> Any:
 
 @contextmanager
 def _narrowed(module: nn.Module, layout: Layout, rank: int, groups: int) -> Iterator[None]:
-    """Let the module have numbers for some heads while its function reads them."""
+    """Let the module have the numbers of this rank's heads while its function reads them."""
     own, mine = vars(module), own_parameters(module)
     before = {"num_key_value_groups": own["num_key_value_groups"]} if "num_key_value_groups" in own else {}
-    held = {name: mine.pop(name) for name in _PER_HEAD if mine.get(name) is not None}
+    held = {name: mine[name] for name in _PER_HEAD if mine.get(name) is not None}
     try:
         own.update(dict.fromkeys(before, groups))
-        own.update({name: _of_heads(x, layout, rank) for name, x in held.items()})
+        mine.update({name: _of_heads(x, layout, rank) for name, x in held.items()})
         yield
     finally:
         own.update(before)
-        for name, x in held.items():
-            del own[name]
-            own_parameters(module)[name] = x
+        mine.update(held)
 
 
 # -- keys of all rows ---------------------------------------------------------------------------------------------
 
 
 def _with_whole_keys(rows: Layout, rank: int, name: str, call: _Call, crosses: bool) -> torch.Tensor:
-    mask = call.mask
-    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):
-        kind = f"{list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ConfigError(
-            f"context_parallel_method=gather takes rows out of a mask of 4 dims, and '{name}' attention made one of "
-            f"{kind}: use context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')"
-        )
     if name not in ("eager", "sdpa"):
         raise ConfigError(
             f"context_parallel_method=gather does not go with '{name}' attention, which is told of masks by flags: use "
             "context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')"
         )
-    given = dict(call.given)
+    mask, given = call.mask, dict(call.given)
     biases = {bias: _of_rows(given[bias], rows, rank) for bias in _BIASES if given.get(bias) is not None}
     causal = given.get("is_causal")
     causal = getattr(call.module, "is_causal", True) if causal is None else causal  # as transformers' sdpa decides it
@@ -250,21 +236,21 @@ def _with_whole_keys(rows: Layout, rank: int, name: str, call: _Call, crosses: b
 
 
 def _causal_rows(rows: Layout, rank: int, device: torch.device) -> torch.Tensor:
-    """The mask of this rank's rows, ``[1, 1, rows/cp, rows]``: True where a row may look."""
+    """Return the mask of this rank's rows, ``[1, 1, rows/cp, rows]``: True where a row may look."""
     positions = torch.arange(rows.size, device=device)
     own = rows.shard(positions, rank, 0)
     return (own[:, None] >= positions[None, :])[None, None]
 
 
 def _of_rows(mask: Any, rows: Layout, rank: int) -> Any:
-    """This rank's rows of ``[batch, heads, rows, keys]``; a row for all stays, and what the module made of its rows."""
+    """Keep this rank's rows of ``[batch, heads, rows, keys]``; one row for all stays, and a mask of own rows."""
     if mask is None or mask.shape[2] in (1, rows.local_size(rank)):
         return mask
     return rows.shard(mask, rank, 2)
 
 
 def _causal_attention(call: _Call, rows: Layout, rank: int) -> torch.Tensor:
-    """Compute attention to keys of all rows where rows see themselves and what is before them."""
+    """Compute attention to keys of all rows where rows see themselves and earlier rows."""
     runs = rows.ranges(rank)
     pieces = list(_pieces(runs))
     again = len(pieces) > len(runs) and torch.is_grad_enabled()
@@ -284,7 +270,7 @@ def _causal_attention(call: _Call, rows: Layout, rank: int) -> torch.Tensor:
 
 
 def _pieces(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield where each piece begins among own rows, and its first row and the one behind its last."""
+    """Yield the place of each piece among own rows, and its first row and the one after its last."""
     place = 0
     for low, high in runs:
         size = max(_MOST // high, 16)
@@ -292,3 +278,76 @@ def _pieces(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]
             stop = min(start + size, high)
             yield place, start, stop
             place += stop - start
+
+
+# -- rows exchanged for heads --------------------------------------------------------------------------------------
+
+
+def heads_layout(units: int, width: int, ranks: int) -> Layout:
+    """Return the layout along dim 1 of ``units`` runs of ``width`` heads each; a rank may have none."""
+    return Layout.of(1, [Block("heads", units, width, even_shards(units, ranks))])
+
+
+def keys_layout(queries: Layout, kv_heads: int) -> Layout:
+    """Return the KV heads that each rank's heads of ``queries`` look at, where the ranks are more than KV heads are.
+
+    >>> keys_layout(heads_layout(6, 1, 4), 2).ranges(1)  # heads 2 and 3, of groups of three
+    ((0, 2),)
+    """
+    each = queries.size // kv_heads
+    held = [next(iter(queries.ranges(rank)), (0, 0)) for rank in range(queries.axis_size)]
+    needed = tuple((low // each, -(-high // each)) if low < high else (0, 0) for low, high in held)
+    return Layout.of(1, [Block("heads", kv_heads, 1, needed)])
+
+
+def exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, *, to_heads: bool) -> torch.Tensor:
+    """Exchange rows for heads, ``[batch, heads, rows/cp, d] -> [batch, heads/cp, rows, d]``, or the reverse."""
+    return _Exchange.apply(x, axis, heads, rows, to_heads)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    @named_collective("all-to-all: rows and heads")
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads: bool) -> torch.Tensor:
+        keep_none(ctx)
+        ctx.axis, ctx.heads, ctx.rows, ctx.to_heads = axis, heads, rows, to_heads
+        return _exchange(x, axis, heads, rows, to_heads)
+
+    @staticmethod
+    @single_backward
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _exchange(grad, ctx.axis, ctx.heads, ctx.rows, not ctx.to_heads), None, None, None, None
+
+
+def _exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads: bool) -> torch.Tensor:
+    given, taken = (1, 2) if to_heads else (2, 1)  # dim that is given away, dim that becomes full
+    by_given, by_taken = (heads, rows) if to_heads else (rows, heads)
+    shape = list(x.shape)
+    shape[given] = by_given.local_size(axis.rank)
+    received = []
+    for rank in range(axis.size):
+        shape[taken] = by_taken.local_size(rank)
+        received.append(tuple(shape))
+    if axis.group is None:
+        note_on_meta("all_to_all_single", x, [sum(math.prod(each) for each in received)])
+        shape[taken] = by_taken.size
+        return x.new_empty(shape)
+    sent = [by_given.shard(x, rank, given).view(-1) for rank in range(axis.size)]
+    sizes = [math.prod(each) for each in received]
+    out = x.new_empty(sum(sizes))
+    run(all_to_all_single, axis, out, torch.cat(sent), sizes, [part.numel() for part in sent])
+    parts = [part.view(each) for part, each in zip(out.split(sizes), received, strict=True)]
+    return _summed(parts, by_taken, taken) if by_taken.replicated else by_taken.unshard(parts, taken)
+
+
+def _summed(parts: list[torch.Tensor], layout: Layout, dim: int) -> torch.Tensor:
+    """Join gradients: those of heads that several ranks have are added up."""
+    shape = list(parts[0].shape)
+    shape[dim] = layout.size
+    full = parts[0].new_zeros(shape)
+    for rank, part in enumerate(parts):
+        offset = 0
+        for start, stop in layout.ranges(rank):
+            full.narrow(dim, start, stop - start).add_(part.narrow(dim, offset, stop - start))
+            offset += stop - start
+    return full

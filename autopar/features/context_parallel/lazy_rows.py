@@ -1,7 +1,8 @@
 """Lazy tensors under context parallelism: embeddings before the blocks, and logits after them.
 
 :class:`LazyRows` holds this rank's rows of embeddings. They may be added to others, scaled, normed and projected, which
-is done to the rows, and the block boundary opens them. Any other operation gets the full tensor, gathered.
+is done to the rows, and the boundary of the first block opens them. Any other operation gets the full tensor, gathered.
+The dry run finds the embeddings that reach the blocks so.
 
 :class:`RowsOfLogits` holds this rank's rows of logits. A loss takes ``[batch, rows, vocab]`` apart by rows: it casts,
 scales, shifts, flattens, and computes a cross entropy for each. All of that is done to this rank's rows, whose losses,
@@ -18,36 +19,24 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from autopar.compat.tensors import (
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-    wrapper_subclass,
-)
+from autopar.compat.tensors import tree_flatten, tree_leaves, tree_map_only, tree_unflatten, wrapper_subclass
 from autopar.distributed.agree import meet
 from autopar.distributed.autograd_functions import keep_none, single_backward
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, reduce_scatter
-from autopar.features.context_parallel.rows import join
-from autopar.features.context_parallel.state import RowState
+from autopar.features.context_parallel.state import RowState, join
 from autopar.layout import Block, Layout
+from autopar.swap import argument_names
 from autopar.tensor_parallel.loss import check_targets
-from autopar.tensor_parallel.sharded_logits import (
-    BY_ELEMENT,
-    Gradients,
-    LogitsPart,
-    asked_shape,
-)
+from autopar.tensor_parallel.sharded_logits import BY_ELEMENT, Gradients, LogitsPart, asked_shape
 from autopar.tensor_tracking import WholeOnRead, name_of, without_overrides
 
 _ADVICE = (
     "Each context-parallel rank has some rows of it. They are gathered when it is read, which takes all of the ranks:\n"
     "  read it on all of them"
 )
-
-
 _LOST = (
     "context_parallel_size: an autograd function in front of the blocks took embeddings, of which each rank has some "
     "rows: their\n  gradient would be lost. Give it the whole tensor: function.apply(embeddings[:])"
@@ -55,12 +44,12 @@ _LOST = (
 
 
 class LazyRows(WholeOnRead):
-    """Full embeddings in front of the blocks, of which this rank has some rows.
+    """Full embeddings before the blocks, of which this rank has some rows.
 
     Attributes:
-        own: this rank's rows.
-        rows_dim: that of rows.
-        sources: paths of the embeddings that it was made of, for a rehearsal.
+        own: This rank's rows.
+        rows_dim: The dim of rows.
+        sources: Paths of the embeddings that it was made of, for a dry run.
     """
 
     own: torch.Tensor
@@ -73,11 +62,11 @@ class LazyRows(WholeOnRead):
 
     @property
     def is_whole(self) -> bool:
-        """Whether somebody has read it."""
+        """Whether it has been read."""
         return self._plain is not None
 
     def held(self) -> str:
-        """Return which rows this rank has."""
+        """Return the rows of this rank, in words."""
         axis = self._state.axis
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in self.rows.ranges(axis.rank)) or "none"
         return f"{axis.name} rank {axis.rank} of {axis.size} has rows {held}"
@@ -87,7 +76,7 @@ class LazyRows(WholeOnRead):
         return [self.whole() if self.is_whole else self.own]
 
     def opened(self, rows: Layout, dim: int) -> torch.Tensor | None:
-        """Return this rank's ``rows`` along ``dim``; None if they are others, or somebody has read the whole."""
+        """Return this rank's ``rows`` along ``dim``; None if it has different ones, or the full tensor was read."""
         self._check_node()
         if self._plain is not None or self.rows != rows or self.rows_dim != dim:
             return None
@@ -106,13 +95,13 @@ class LazyRows(WholeOnRead):
         return self._plain
 
     def _check_node(self) -> None:
-        """Raise for what an autograd function returned: its rows know nothing of the gradient."""
+        """Raise for the result of an autograd function: its rows know nothing of the gradient."""
         if without_overrides(lambda: self.grad_fn, (), {}) is not self._node:
             raise RuntimeError(_LOST)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer from this rank's rows what can be, compute the whole for everything else."""
+        """Answer from this rank's rows where they suffice; gather the full tensor for everything else."""
         first, name = args[0] if args else None, name_of(func)
         if isinstance(first, LazyRows) and not first.is_whole and name in ("requires_grad", "grad_fn", "is_leaf"):
             return getattr(first.own, name)
@@ -120,19 +109,35 @@ class LazyRows(WholeOnRead):
 
     @classmethod
     def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do to own rows what treats rows apart."""
-        lead = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, LazyRows)), None)
+        """Do an operation that treats rows apart to own rows; None for any other operation."""
+        leaves, structure = tree_flatten((args, kwargs))
+        lead = next((x for x in leaves if isinstance(x, LazyRows)), None)
         if lead is None or lead.is_whole:
             return None
         lead._check_node()
         if name == "requires_grad_":
             lead.own.requires_grad_(*args[1:], **kwargs)
             return lead
-        return _of_own_rows(lead, func, name, args, kwargs)
+        if name == "dropout":
+            return _dropout(lead, func, args, kwargs)
+        if name in BY_ELEMENT and "out" not in kwargs:
+            parts = [_part(x, lead) if isinstance(x, torch.Tensor) else x for x in leaves]
+            if any(isinstance(x, torch.Tensor) and part is None for part, x in zip(parts, leaves, strict=True)):
+                return None
+        elif leaves[0] is lead and _is_of_features(lead, name, args, kwargs):
+            parts = [lead.own, *leaves[1:]]
+        else:
+            return None
+        mine, named = tree_unflatten(parts, structure)
+        own = func(*mine, **named)
+        if own is lead.own:  # unchanged
+            return lead
+        sources = frozenset[str]().union(*(x.sources for x in leaves if isinstance(x, LazyRows)))
+        return lazy_rows(own, own.ndim - (lead.ndim - lead.rows_dim), lead.rows, lead._state, sources)
 
 
 def lazy_rows(own: torch.Tensor, dim: int, rows: Layout, state: RowState, sources: frozenset[str]) -> LazyRows:
-    """Return the full tensor of which ``own`` is this rank's rows along ``dim``, without memory."""
+    """Return the full tensor, without memory, of which ``own`` is this rank's rows along ``dim``."""
     made: LazyRows = _Closed.apply(own, [*own.shape[:dim], rows.size, *own.shape[dim + 1 :]])
     made.own, made.rows_dim, made.rows, made.sources = state.mark(own), dim, rows, sources
     made._state, made._plain, made._node = state, None, without_overrides(lambda: made.grad_fn, (), {})
@@ -154,38 +159,13 @@ class _Closed(torch.autograd.Function):
 
 
 def whole_tensors(value: Any) -> Any:
-    """Return a nested value with whole tensors in the place of those of which there are rows."""
-    if any(isinstance(x, LazyRows) for x in tree_leaves(value)):
-        return tree_map_only(LazyRows, lambda x: x.whole(), value)
-    return value
-
-
-# -- operations on own rows ---------------------------------------------------------------------------------------
-
-
-def _of_own_rows(lead: LazyRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what ``func`` makes, or None if it is not known to treat rows apart."""
-    leaves, structure = tree_flatten((args, kwargs))
-    if name == "dropout":
-        return _dropout(lead, func, args, kwargs)
-    if name in BY_ELEMENT and "out" not in kwargs:
-        parts = [_part(x, lead) if isinstance(x, torch.Tensor) else x for x in leaves]
-        if any(isinstance(x, torch.Tensor) and part is None for part, x in zip(parts, leaves, strict=True)):
-            return None
-    elif leaves[0] is lead and _is_of_features(lead, name, args, kwargs):
-        parts = [lead.own, *leaves[1:]]
-    else:
-        return None
-    mine, named = tree_unflatten(parts, structure)
-    own = func(*mine, **named)
-    if own is lead.own:  # as it was
-        return lead
-    sources = frozenset[str]().union(*(x.sources for x in leaves if isinstance(x, LazyRows)))
-    return lazy_rows(own, own.ndim - (lead.ndim - lead.rows_dim), lead.rows, lead._state, sources)
+    """Return a nested value with full tensors in the place of lazy ones."""
+    found = any(isinstance(x, LazyRows) for x in tree_leaves(value))
+    return tree_map_only(LazyRows, lambda x: x.whole(), value) if found else value
 
 
 def _is_of_features(lead: LazyRows, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation works along the last dims, which are not the rows', with weights beside it."""
+    """Return whether an operation works along the last dims, which hold features and no rows."""
     if name in ("layer_norm", "rms_norm"):
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
         return lead.rows_dim < lead.ndim - len(shape)
@@ -193,7 +173,7 @@ def _is_of_features(lead: LazyRows, name: str, args: tuple[Any, ...], kwargs: di
 
 
 def _part(x: torch.Tensor, lead: LazyRows) -> torch.Tensor | None:
-    """Return this rank's rows of a tensor that is broadcast with ``lead``; itself if it is the same for all rows."""
+    """Return this rank's rows of a tensor that is broadcast with ``lead``; itself if it is equal for all rows."""
     dim = x.ndim - (lead.ndim - lead.rows_dim)
     if isinstance(x, LazyRows):
         if x._plain is None:
@@ -218,20 +198,49 @@ def _dropout(lead: LazyRows, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return lazy_rows(own, lead.rows_dim, lead.rows, lead._state, lead.sources)
 
 
+def may_own_rows(module: nn.Module) -> bool:
+    """Return whether a module before the blocks is an embedding that looks up each row by itself, and no more."""
+    plain = isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
+    return plain and len(argument_names(module)) == 1
+
+
+class OwnRows:
+    """Class before that of an embedding before the blocks: it looks up this rank's rows of ids, ``[batch, rows]``."""
+
+    num_embeddings: int
+    _autopar_rows: RowState
+    _autopar_own: str  # its path
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state, path = self._autopar_rows, self._autopar_own
+        ids = args[0] if len(args) == 1 and not kwargs else None
+        rows = self._rows_of(ids) if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
+        if ids is None or rows is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        own = super().forward(state.mark(rows.shard(ids, state.axis.rank, 1)))  # type: ignore[misc]
+        return lazy_rows(own, 1, rows, state, frozenset((path,)))
+
+    def _rows_of(self, ids: torch.Tensor) -> Layout | None:
+        """Return the rows of ``ids`` on each rank; None if all ranks look up all of them."""
+        state, length = self._autopar_rows, ids.shape[1]
+        if not state.cutting or (state.tracking is not None and length != state.tracking.prime * state.axis.size):
+            return None
+        if ids.is_cpu and ids.numel():
+            low, high = (int(bound) for bound in torch.aminmax(ids))
+            if low < 0 or high >= self.num_embeddings:
+                return None  # raises in the module, on every rank
+        return state.rows_of(length)
+
+
 @dataclass(frozen=True)
 class RowsOfLogits(LogitsPart):
-    """This rank's rows of the logits, ``[batch, rows, vocab]`` or ``[batch * rows, vocab]``.
+    """This rank's rows of the logits, ``[batch, rows, vocab]`` or ``[batch * rows, vocab]``."""
 
-    Attributes:
-        own: this rank's, ``[batch, rows/cp, vocab]``.
-        flat: whether the logits are ``[batch * rows, vocab]``.
-    """
-
-    own: torch.Tensor
+    own: torch.Tensor  # [batch, rows/cp, vocab]
     axis: Axis
     layout: Layout
     name: str
-    flat: bool = False
+    flat: bool = False  # [batch * rows, vocab]
 
     kind = "rows"
     gets_every_gradient = True
@@ -244,41 +253,35 @@ class RowsOfLogits(LogitsPart):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Dtype of the logits."""
         return self.own.dtype
 
     @property
     def deep(self) -> tuple[int, int, int]:
-        """``(batch, rows, vocab)``, of the whole logits."""
+        """``(batch, rows, vocab)`` of the full logits."""
         return self.own.shape[0], self.layout.size, self.own.shape[2]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole logits."""
         batch, rows, vocab = self.deep
         return (batch * rows, vocab) if self.flat else self.deep
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """This rank's rows."""
         return [self.own]
 
     def detached(self) -> RowsOfLogits:
-        """Return the same rows without gradients."""
         return replace(self, own=self.own.detach())
 
     def gradients(self) -> Gradients:
-        """Return what sums the gradients of all ranks, of which each has one of the whole."""
+        """Return a function that sums the gradients of all ranks: each has one of the full logits."""
         return partial(_gradient_of_rows, self.axis, self.layout)
 
     def gathered(self) -> torch.Tensor:
-        """Return the whole logits. A collective of the axis."""
         own = self.own.whole() if isinstance(self.own, WholeOnRead) else self.own
-        whole = all_gather(own.detach(), self.axis, self.layout, 1)
-        return whole.flatten(0, 1) if self.flat else whole
+        full = all_gather(own.detach(), self.axis, self.layout, 1)
+        return full.flatten(0, 1) if self.flat else full
 
     def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowsOfLogits | None:
-        """Return the rows after ``whole.name(*args, **kwargs)``, or None if that needs the whole logits."""
         if name in ("view", "reshape"):
             full, (batch, rows, vocab) = asked_shape(self.shape, args, kwargs), self.deep
             return replace(self, flat=full != self.deep) if full in ((batch * rows, vocab), self.deep) else None
@@ -295,7 +298,7 @@ class RowsOfLogits(LogitsPart):
         return replace(self, own=own) if own.shape == self.own.shape else None
 
     def _some_rows(self, index: Any) -> RowsOfLogits | None:
-        """Some rows of each sequence: ``[:, :-1]``, ``[..., 1:, :]``, ``[:, slice, :]``."""
+        """Return some rows of each sequence: ``[:, :-1]``, ``[..., 1:, :]``, ``[:, slice, :]``."""
         items = list(index) if isinstance(index, tuple) else [index]
         if self.flat or not all(item is ... or isinstance(item, slice) for item in items):
             return None
@@ -309,11 +312,8 @@ class RowsOfLogits(LogitsPart):
         layout = _clipped(self.layout, start, max(stop, start))
         held = [row for low, high in self.layout.ranges(self.axis.rank) for row in range(low, high)]
         kept = [place for place, row in enumerate(held) if start <= row < stop]
-        own = self.own
-        if len(kept) < len(held):
-            runs = kept == list(range(kept[0], kept[0] + len(kept))) if kept else True
-            first = kept[0] if kept else 0
-            own = own[:, first : first + len(kept)] if runs else own[:, torch.tensor(kept, device=own.device)]
+        first = kept[0] if kept else 0  # rows ascend, so they are one run
+        own = self.own[:, first : first + len(kept)] if len(kept) < len(held) else self.own
         return replace(self, own=own, layout=layout)
 
     def cross_entropy(
@@ -345,7 +345,7 @@ def _gradient_of_rows(axis: Axis, layout: Layout, grad: torch.Tensor) -> Sequenc
 
 
 def _clipped(rows: Layout, start: int, stop: int) -> Layout:
-    """The rows ``[start, stop)`` of a layout, counted from ``start``."""
+    """Return the rows ``[start, stop)`` of a layout, counted from ``start``."""
     blocks, offset = [], 0
     for block in rows.blocks:
         low, high = (min(max(bound - offset, 0), block.count) for bound in (start, stop))

@@ -1,13 +1,14 @@
-"""The rehearsal of context parallelism: how a model runs over rows of the sequence, found out on the meta device.
+"""The dry run of context parallelism: how a model runs over rows of the sequence, found on the meta device.
 
-The model's own forward runs with boundaries around its blocks (:mod:`.block_boundary`) while
+The model's own forward runs with boundaries around its blocks (:mod:`.setup`) while
 :mod:`~autopar.dry_run.row_tracking` follows the rows. A module that mixes them is made to run with all rows: the
-innermost one, then the one around it, up to a block. If rows do not get through to the head, they are joined behind the
+innermost one, then the one around it, up to a block. If rows do not get through to the head, they are joined after the
 last block. Anything left after that is refused, with the module and the operation, before the model is changed.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking
 from autopar.errors import ConfigError
-from autopar.features.context_parallel.block_boundary import may_own_rows
+from autopar.features.context_parallel.lazy_rows import may_own_rows
 from autopar.features.context_parallel.recurrent.plan import Call, hand_on_states
 from autopar.features.context_parallel.setup import apply
 from autopar.features.context_parallel.state import RowPlan, WholeModule, refused_hook
@@ -39,11 +40,11 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
     """Return how ``model`` runs over rows on ``ranks`` ranks; names begin at ``model``. It is only read.
 
     Args:
-        model: the Hugging Face model, not yet sharded.
-        prefix: its path in the names of the policy.
+        model: The Hugging Face model, not yet sharded.
+        prefix: Its path in the names of the policy.
 
     Raises:
-        ConfigError: it does not, with what mixes rows.
+        ConfigError: It does not; names the module that mixes rows.
     """
     with kept():
         is_plain = not isinstance(model, PreTrainedModel)
@@ -59,15 +60,9 @@ def rows(plans: ModelPlans, cp: int) -> RowPlan:
     return plans.once(("rows", cp), lambda: plan_rows(plans.inner, plans.policy, plans.prefix, cp))
 
 
-def make(plans: ModelPlans, config: ParallelConfig, stages: StagePlan) -> RowPlan | None:
-    """Return the plan of a configuration; None without context parallelism.
-
-    Raises:
-        ConfigError: the model does not fit, or not together with sequence parallelism.
-    """
+def make(plans: ModelPlans, config: ParallelConfig, stages: StagePlan) -> RowPlan:
+    """Return the plan of a configuration. Raises ConfigError if the model does not fit."""
     cp = config.context_parallel_size
-    if cp == 1:
-        return None
     plan = rows(plans, cp)
     if config.sequence_parallel and config.tensor_parallel_size > 1:
         check_beside_sequence(plans.inner, plan, cp)
@@ -78,7 +73,7 @@ def check_beside_sequence(model: nn.Module, plan: RowPlan, ranks: int) -> None:
     """Check that a block's rows can be cut once more over the tensor-parallel ranks, between its regions.
 
     Raises:
-        ConfigError: a module needs all rows, of which each rank would gather those of its tensor-parallel rank only.
+        ConfigError: A module needs all rows: each rank would gather those of its tensor-parallel rank only.
     """
     reason = ""
     if plan.whole:
@@ -98,8 +93,7 @@ class _Search(RowSearch):
     """The search for the plan of one model.
 
     Attributes:
-        plan: how the model runs, as far as it is known.
-        copied, calls: the copy without memory that ran last, and the arguments of its modules with all rows.
+        copied, calls: The copy without memory that ran last, and the arguments of its modules with all rows.
     """
 
     copied: PreTrainedModel
@@ -131,7 +125,7 @@ class _Search(RowSearch):
         return f"{super().words(failure)}.\n  {there}"
 
     def find(self) -> None:
-        """Find the plan that holds, with embeddings in front of the blocks that look up own rows, if that holds too."""
+        """Find the plan that fits, with embeddings before the blocks that look up own rows, if that fits too."""
         if not self._runs_with_own():
             self.settle()
             self._runs_with_own()
@@ -173,7 +167,7 @@ class _Search(RowSearch):
         model = meta_copy(self.model)
         state = apply(model, self.plan, Axis("cp", None, range(self.ranks), 0), "auto")
         tracking = RowTracking(self.prime, self.ranks)
-        state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
+        state.tracking, state.watch = tracking, functools.partial(self._attend, tracking)
         stack: list[str] = []
         done: list[str] = []
         self.copied, self.calls = model, {}
@@ -213,17 +207,10 @@ class _Search(RowSearch):
         if missing := [each[0] for number, each in enumerate(self.plan.lists) if number not in state.entered]:
             raise Misfit("", f"{missing[0]} does not run over words")
 
-
-class _Watch:
-    """Takes the place of attention: notes whose keys they are, and answers with rows."""
-
-    def __init__(self, plan: RowPlan, tracking: RowTracking) -> None:
-        self.plan, self.tracking = plan, tracking
-
-    def __call__(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, given: dict[str, Any]
+    def _attend(
+        self, tracking: RowTracking, module: Any, query: Any, key: Any, value: Any, mask: Any, given: dict[str, Any]
     ) -> torch.Tensor:
-        tracking = self.tracking
+        """Answer in place of attention: note whose keys they are, and return rows."""
         if not tracking.holds_rows(query):
             raise MixedRows("attention of queries that are no rows")
         if tracking.holds_rows(mask):

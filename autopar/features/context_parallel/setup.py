@@ -1,72 +1,73 @@
-"""Context parallelism of one model: boundaries, attention, and the logits of rows; and all of that undone."""
+"""The step of ``initialize``: boundaries of blocks, attention over rows, and logits of rows.
+
+The sequence is cut into rows before the first block of a list, and joined after the last. Everything before the first
+block is the model's own and sees the full sequence: positions, masks, documents, and embeddings, which may be lazy
+tensors (:mod:`autopar.features.context_parallel.lazy_rows`). A block gets this rank's rows of the hidden states and of
+whatever else has a row for each position; masks stay full. Modules that need all rows gather them, and keep their own
+of what they return.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from autopar.compat.tensors import remove_forward_hooks
-from autopar.compat.transformers import (
-    ATTENTION,
-    RECOMPUTE,
-    attention_of,
-    caches_in,
-    holds_tokens,
-)
+from autopar.compat.tensors import keystr, remove_forward_hooks, tree_map_with_path
+from autopar.compat.transformers import ATTENTION, RECOMPUTE, attention_of, caches_in, holds_tokens
 from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.attention import Implementation, register
-from autopar.features.context_parallel.block_boundary import (
-    BlockBoundary,
-    NeedsAllRows,
-    OwnRows,
-    Recomputed,
-    gather_all,
-)
-from autopar.features.context_parallel.lazy_rows import RowsOfLogits, whole_tensors
-from autopar.features.context_parallel.rows import entered
-from autopar.features.context_parallel.state import RowPlan, RowState
+from autopar.features.context_parallel.lazy_rows import LazyRows, OwnRows, RowsOfLogits, whole_tensors
+from autopar.features.context_parallel.recurrent.state_passing import StatesOfRank, own_arguments, place_of, with_states
+from autopar.features.context_parallel.state import RowPlan, RowState, WholeModule, entered, join
+from autopar.layout import Layout
 from autopar.plan.stages import lies_in
 from autopar.setup.steps import Given, Parallelized
-from autopar.swap import drop_value, set_value, swap, unswap, view_of_config
+from autopar.swap import change_given, drop_value, given_by_name, set_value, swap, unswap, view_of_config
 from autopar.tensor_parallel.hooks import callable_alone
 from autopar.tensor_parallel.sharded_logits import sharded_logits
+from autopar.tensor_tracking import tensors_in
 
 _MODELS = itertools.count(1)
 
 
 def run_on_rows_of_sequences(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Inside the hooks of tensor parallelism: these see the full batch, and what they call sees this rank's rows."""
-    plan = state.features.get("context_parallel")
-    if plan is not None:
-        config, always = state.config, state.config.loss_gather_logits == "always"
-        rows = apply(state.inner_of(model), plan, state.mpu.cp, config.context_parallel_method, gather_logits=always)
-        state.region.beginning.append(rows.find_hooks)
-        state.undo.append(lambda model, own: undo(model))
+    plan, config = state.features["context_parallel"], state.config
+    always = config.loss_gather_logits == "always"
+    rows = apply(state.inner_of(model), plan, state.mpu.cp, config.context_parallel_method, gather_logits=always)
+    state.region.beginning.append(rows.find_hooks)
+    state.undo.append(lambda model, own: undo(model))
 
 
 def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_logits: bool = False) -> RowState:
-    """Put boundaries before the blocks of ``model`` and attention over rows into them, in place; no communication.
+    """Put boundaries around the blocks of ``model`` and attention over rows into them, in place; no communication.
 
     Args:
-        model: the Hugging Face model inside; names of the plan begin there.
-        gather_logits: in every forward, not only when they are read.
+        model: The Hugging Face model inside; names of the plan begin there.
+        gather_logits: Switch for logits that are gathered in every forward, not only when they are read.
     """
     register()
     state = RowState(axis, method, plan)
     state.gathers_logits = gather_logits
-    if axis.group is not None:  # not in a rehearsal, which some ranks may leave out
+    if axis.group is not None:  # not in a dry run, which some ranks may leave out
         state.region.model = str(next(_MODELS))
     state.region.find_dropout(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     for number, blocks in enumerate(plan.lists):
         for path in blocks:
-            for below, module in modules[path].named_modules():
-                _attend_over_rows(module, f"{path}.{below}" if below else path, number, state)
+            for name, module in modules[path].named_modules(prefix=path):
+                if hasattr(getattr(module, "config", None), ATTENTION):
+                    plain = attention_of(module.config) or "eager"
+                    set_value(view_of_config(module), ATTENTION, Implementation(plain))
+                    vars(module).update(_autopar_rows=state, _autopar_list=number, _autopar_path=name)
         for path, where in plan.whole.items():
             if any(lies_in(path, block) for block in blocks):
                 swap(modules[path], NeedsAllRows, _autopar_rows=state, _autopar_whole=(number, where, path))
@@ -84,16 +85,8 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
     return state
 
 
-def _attend_over_rows(module: nn.Module, path: str, number: int, state: RowState) -> None:
-    if hasattr(getattr(module, "config", None), ATTENTION):
-        name = attention_of(module.config) or "eager"
-        set_value(view_of_config(module), ATTENTION, Implementation(name))
-        module._autopar_rows, module._autopar_list = state, number  # type: ignore[assignment]
-        module._autopar_path = path  # type: ignore[assignment]
-
-
 def undo(model: nn.Module) -> None:
-    """Take all of it away: the model runs whole again on each rank."""
+    """Undo :func:`apply`: each rank runs the full model again."""
     for module in model.modules():
         unswap(module, BlockBoundary, "_autopar_place")
         unswap(module, NeedsAllRows, "_autopar_whole")
@@ -109,14 +102,14 @@ def undo(model: nn.Module) -> None:
 
 
 class _RowHook:
-    """A hook of a model that runs over rows; :func:`undo` takes it away."""
+    """A hook of a model that runs over rows; :func:`undo` removes it."""
 
     def __init__(self, state: RowState, outermost: bool = False) -> None:
         self.state, self.outermost = state, outermost
 
 
 class BeforeRows(_RowHook):
-    """Forward pre-hook of a Hugging Face model: decide whether this forward is cut."""
+    """Forward pre-hook of a Hugging Face model: decide whether this forward runs over rows."""
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self.state
@@ -148,22 +141,22 @@ class BeforeRows(_RowHook):
 
 
 class AfterRows(_RowHook):
-    """Forward hook, called after an error too: outputs that were collected inside of blocks become whole."""
+    """Forward hook, called after an error too: gather outputs that were collected inside of blocks."""
 
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         state = self.state
         state.running = max(state.running - 1, 0)
+        outermost = state.running == 0
         if state.cutting and isinstance(output, dict):
-            output = _joined(output, state, outermost=state.running == 0)
-        if state.cutting and state.running == 0:
-            output = whole_tensors(output)
-        if state.running == 0:
+            output = _joined(output, state, outermost=outermost)
+        if outermost:
+            output = whole_tensors(output) if state.cutting else output
             state.finish(failed=output is None)
         return output
 
 
 def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:
-    """Gather what was collected from blocks; a cache that the model made for itself has nothing in it."""
+    """Gather outputs that were collected from blocks; a cache that the model made for itself is empty."""
     changed: dict[str, Any] = {}
     for name, value in output.items():
         if outermost and isinstance(value, Cache):
@@ -181,8 +174,8 @@ _HIDDEN = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
 def _whole(value: Any, state: RowState, number: int) -> Any:
-    """Gather what blocks left; it has rows, or was made by a module with all rows: the same on all ranks."""
-    layout = state.layout(number)
+    """Gather the output of a block if it has own rows; that of a module with all rows is equal on all ranks."""
+    layout = state.layouts.get(number)
     if isinstance(value, tuple | list):
         return type(value)(_whole(x, state, number) for x in value)
     if not isinstance(value, torch.Tensor) or layout is None or value.ndim < 2:
@@ -197,7 +190,7 @@ class BeforeHead(_RowHook):
 
     def __call__(self, head: Any, args: tuple[Any, ...]) -> Any:
         state = self.state
-        layout = state.layout(len(state.plan.lists) - 1)
+        layout = state.layouts.get(len(state.plan.lists) - 1)
         if not state.cutting or layout is None or not args or not isinstance(args[0], torch.Tensor):
             return None
         x = args[0]
@@ -209,11 +202,11 @@ class BeforeHead(_RowHook):
 
 
 class AfterHead(_RowHook):
-    """Forward hook of the head: its logits of rows are whole for the code that reads them."""
+    """Forward hook of the head: its logits of own rows are gathered lazily."""
 
     def __call__(self, head: Any, args: Any, logits: torch.Tensor) -> torch.Tensor | None:
         state = self.state
-        layout = state.layout(len(state.plan.lists) - 1)
+        layout = state.layouts.get(len(state.plan.lists) - 1)
         if not state.keeping or layout is None or logits.shape[1] != layout.local_size(state.axis.rank):
             return None
         state.region.draw_alike()
@@ -223,3 +216,240 @@ class AfterHead(_RowHook):
         made = sharded_logits(RowsOfLogits(logits, state.axis, layout, name))
         at_once = state.gathers_logits or state.region.is_evaluated(head.training, made.nbytes)
         return made.gathered() if at_once else made
+
+
+# -- blocks, and modules inside of them ---------------------------------------------------------------------------
+
+_FULL = ("mask", "alibi", "cross_attention", "cu_seq")
+"""Parts of the names of arguments of blocks that stay full: masks, and, as ``encoder_``, of another sequence."""
+
+
+class BlockBoundary:
+    """Class before that of a block."""
+
+    training: bool
+    _gradient_checkpointing_func: Callable[..., Any]
+    _autopar_rows: RowState
+    _autopar_place: tuple[int, bool, bool]  # number of its list, whether it is the first in it, and the last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state, (number, first, last) = self._autopar_rows, self._autopar_place
+        if not state.cutting:
+            state.check_recomputed()
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        named = given_by_name(self, args, kwargs)
+        hidden = next((name for name, x in named if isinstance(x, torch.Tensor)), "")
+        if (first and number in state.inside) and not state.plan.between and state.tracking is not None:
+            raise state.tracking.mixed("the first block runs a second time", between=True)
+        if first or state.plan.between:
+            x = dict(named).get(hidden)
+            state.enter(number, _length(hidden, x, state), x.shape[0] if isinstance(x, torch.Tensor) else 0)
+        layout = state.layouts.get(number)
+        if layout is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        state.region.draw_per_rank(self.training)
+        recompute = vars(self).get(RECOMPUTE)
+        if recompute is not None and not isinstance(recompute, Recomputed):
+            for module in self.modules():  # type: ignore[attr-defined]  # also layers that are recomputed by themselves
+                plain = vars(module).get(RECOMPUTE)
+                if plain is not None and not isinstance(plain, Recomputed):
+                    module._gradient_checkpointing_func = Recomputed(plain, state)
+        whole = first or state.plan.between
+        enter = lambda name, x: self._enter(name, x, layout, whole=whole or name != hidden)  # noqa: E731
+        args, kwargs = change_given(self, args, kwargs, enter)
+        out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if not (last or state.plan.between):
+            return out
+        keeps = state.keeping and number == len(state.plan.lists) - 1 and not state.plan.between  # up to the head
+        if not keeps:
+            state.region.draw_alike()
+            state.inside.discard(number)
+        return _join(state, layout, out, keeps=keeps)
+
+    def _enter(self, name: str, value: Any, layout: Layout, *, whole: bool) -> Any:
+        """Return this rank's part of an argument."""
+        if isinstance(value, Cache):
+            return None  # an empty one, which the model made for itself
+        if not whole or name.startswith("encoder_") or any(part in name for part in _FULL):
+            return value
+        state = self._autopar_rows
+
+        def own(path: Any, x: Any) -> Any:
+            if type(x) is int:
+                _check_number(f"{name}{keystr(path)}", x, state)
+            if not isinstance(x, torch.Tensor):
+                return x
+            dim = _dim_of_rows(place_of(path, x, name), x, layout.size, state)
+            if dim is None:
+                return whole_tensors(x)
+            opened = x.opened(layout, dim) if isinstance(x, LazyRows) else None
+            return state.narrow(whole_tensors(x), layout, dim) if opened is None else opened
+
+        return tree_map_with_path(own, value)
+
+
+def _length(name: str, x: Any, state: RowState) -> int:
+    """Return the number of rows of the hidden states; 0 for a value without rows."""
+    if not isinstance(x, torch.Tensor) or x.ndim < 3:
+        return 0
+    if state.tracking is not None:
+        whole = state.tracking.prime * state.axis.size
+        return whole if list(x.shape).count(whole) == 1 and not state.tracking.holds_rows(x) else 0
+    return x.shape[state.plan.arguments.get(place_of((), x, name), 1)]
+
+
+def _join(state: RowState, layout: Layout, out: Any, *, keeps: bool) -> Any:
+    """Gather the rows of the result of a block, unless this forward ``keeps`` them; of a tuple, the hidden states."""
+    own, seen = layout.local_size(state.axis.rank), state.plan.arguments
+
+    def full(path: Any, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        place = place_of(path, x, "return")
+        if state.tracking is not None:
+            dims = [dim for dim, size in enumerate(x.shape) if size == own and state.tracking.holds_rows(x)]
+            seen[place] = dims[0] if len(dims) == 1 else -1
+        dim = seen.get(place, -1)
+        return x if keeps or dim < 0 or x.shape[dim] != own else gather_all(x, state, layout, dim)
+
+    return tree_map_with_path(full, out)
+
+
+def _dim_of_rows(path: str, x: torch.Tensor, length: int, state: RowState) -> int | None:
+    """Return the dim that has a row for each position; as the dry run saw it, else the one that is as long."""
+    fitting = [dim for dim, size in enumerate(x.shape) if size == length]
+    seen = state.plan.arguments
+    if state.tracking is not None and (fitting or path not in seen) and not state.tracking.holds_rows(x):
+        seen[path] = fitting[0] if len(fitting) == 1 else -1
+    if path in seen:
+        return seen[path] if seen[path] in fitting else None
+    if len(fitting) > 1 and not (x.ndim <= 3 and 1 in fitting):
+        raise ConfigError(
+            f"context_parallel_size: argument {path} of a block has shape {list(x.shape)}, and {length} rows can be "
+            f"its dims {' and '.join(map(str, fitting))}: another length of the sequence tells them apart"
+        )
+    return 1 if len(fitting) > 1 else next(iter(fitting), None)
+
+
+def _check_number(name: str, number: int, state: RowState) -> None:
+    """Check that an integer argument of a block was one in the dry run: it may count rows."""
+    if name.startswith(("max_length_", "max_seqlen_", "num_items_in_batch")):
+        return  # counts of full sequences, for the attention function and for the loss
+    seen = state.plan.numbers.setdefault(name, set())
+    if state.tracking is not None:
+        if number and number % state.tracking.prime == 0:
+            raise state.tracking.mixed(f"argument {name} of a block counts rows, {number}")
+        seen.add(number)
+    elif number not in seen:
+        known = ", ".join(map(str, sorted(seen)[:8])) or "none"
+        raise ConfigError(
+            f"context_parallel_size={state.axis.size}: a block was given {name}={number}, which may count rows; seen "
+            f"before were: {known}. These inputs need the plain model, or tensor_parallel_size."
+        )
+
+
+class Recomputed:
+    """A checkpoint function that recomputes a block with the rows that it had in its forward."""
+
+    def __init__(self, plain: Callable[..., Any], state: RowState) -> None:
+        self.plain, self.state = plain, state
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        forward = self.state.snapshot()
+
+        def resumed(*args: Any, **kwargs: Any) -> Any:
+            with self.state.resumed(forward):
+                return function(*args, **kwargs)
+
+        return self.plain(resumed, *args, **kwargs)
+
+
+class NeedsAllRows:
+    """Class before that of a module that mixes rows: it runs with all rows on every rank, or passes states."""
+
+    _autopar_rows: RowState
+    _autopar_whole: tuple[int, WholeModule, str]  # number of its list, how it runs, its path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state, (number, where, path) = self._autopar_rows, self._autopar_whole
+        layout = state.layouts.get(number)
+        if not state.cutting or layout is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if where.states is not None and state.tracking is None:
+            own = own_arguments(self, (args, kwargs), where.states, where.inputs, layout, state.axis.rank)
+            if own is not None:
+                anchors = (*tensors_in(own), *self.parameters())  # type: ignore[attr-defined]
+                states = StatesOfRank(where.states, state.links, path, anchors)
+                args, kwargs = with_states(self, own, where.states, states)
+                return states.behind(super().__call__(*args, **kwargs))  # type: ignore[misc]
+        args, kwargs = self._gather((args, kwargs), state, number, layout, where)
+        state.cutting = False
+        try:
+            paused = contextlib.nullcontext() if state.tracking is None else state.tracking.paused()
+            with paused, state.region.outside():  # all ranks compute the same, and drop the same
+                out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            state.cutting = True
+        return _own_part(out, state, layout, where)
+
+    def _gather(self, values: Any, state: RowState, number: int, layout: Layout, where: WholeModule) -> Any:
+        own = layout.local_size(state.axis.rank)
+
+        def gather(path: Any, x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            name = place_of(path, x)
+            if state.tracking is not None and state.tracking.holds_rows(x):
+                found = next(d for d, size in enumerate(x.shape) if size and size % own == 0)
+                where.inputs[name], where.folded[name] = found, x.shape[found] // own
+            dim = where.inputs.get(name)
+            before = state.whole_of(x)
+            if dim is None or before is not x:
+                return before
+            folded = where.folded[name]  # how often rows lie in the dim: once, or for each sequence
+            times = 1 if folded == 1 else folded // (state.axis.size + 1) * state.batches[number]  # sequences there
+            if x.shape[dim] == layout.size * times:
+                return x
+            if x.shape[dim] != own * times:  # the same on all ranks, whose rows differ in number
+                raise ConfigError(
+                    f"context_parallel_size={state.axis.size}: argument {name} of a module that needs all rows has "
+                    f"shape {list(x.shape)}:\n  neither {own * times} nor {layout.size * times} in dim {dim}. These "
+                    "inputs need tensor_parallel_size, or sequence_parallel."
+                )
+            return gather_all(x, state, layout, dim)
+
+        return tree_map_with_path(gather, values)
+
+
+def gather_all(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> torch.Tensor:
+    """Gather rows along ``dim``, in which the batch may be too: ``[batch * rows, ...]``."""
+    own = layout.local_size(state.axis.rank)
+    if own and x.shape[dim] != own:
+        parts = x.unflatten(dim, (-1, own))
+        return gather_all(parts, state, layout, dim + 1).flatten(dim, dim + 1)
+    if x.is_floating_point():
+        return state.unmark(join(x, state.axis, dim, layout))
+    return state.unmark(all_gather(x, state.axis, layout, dim))
+
+
+def _own_part(out: Any, state: RowState, layout: Layout, where: WholeModule) -> Any:
+    def own(path: Any, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        name = keystr(path)
+        if state.tracking is not None:
+            dims = [d for d, size in enumerate(x.shape) if size and size % layout.size == 0]
+            if len(dims) > 1:
+                state.tracking.mark_table(x)
+            if len(dims) == 1:
+                where.outputs[name] = dims[0]
+        dim = where.outputs.get(name)
+        return x if dim is None else _own_along(x, state, layout, dim)
+
+    return tree_map_with_path(own, out)
+
+
+def _own_along(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> torch.Tensor:
+    if x.shape[dim] != layout.size:  # [batch * rows, ...]
+        return _own_along(x.unflatten(dim, (-1, layout.size)), state, layout, dim + 1).flatten(dim, dim + 1)
+    return state.mark(layout.shard(x, state.axis.rank, dim))

@@ -1,4 +1,9 @@
-"""State of a forward over rows: whether it is cut, and which rows of each list of blocks lie here."""
+"""State of a forward over local sequences: whether it is sharded, and which rows of each list of blocks lie here.
+
+Where rows are gathered, every rank computes the same from there on, the loss too; in the backward pass the gradients of
+all ranks are summed for each row. Before that the gradient on each rank is that of its rows: a part, which the average
+over ranks adds up. A value that is not a sum of parts (a penalty on gradients) cannot be computed from them.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.call_site import described, hooks_below, user_hooks
-from autopar.compat.tensors import HOOKS, hooks_of, hooks_of_all, in_backward
+from autopar.compat.tensors import HOOKS, PLAIN, hooks_of, hooks_of_all, in_backward, tree_map
+from autopar.distributed.autograd_functions import keep_none, named_collective, single_backward
 from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gather_sum, reduce
 from autopar.errors import ConfigError
-from autopar.features.context_parallel.recurrent.state_passing import HandedStates, Links
+from autopar.features.context_parallel.recurrent.state_passing import HandedStates, Neighbours
 from autopar.layout import Layout, rows_layout
 from autopar.tensor_parallel.regions import Region
 
@@ -34,32 +41,31 @@ class WholeModule:
     """A module that runs with all rows on every rank: where its arguments and outputs hold rows.
 
     Attributes:
-        inputs: path in ``(args, kwargs)`` -> dim of rows; ``folded``: how many times they lay in it in the rehearsal.
-        outputs: path in what it returns -> dim of rows; ``shapes``: what it had in the rehearsal.
-        states: how it runs over own rows instead, and hands on its states; None: it does not.
+        inputs: Path in ``(args, kwargs)`` -> dim of rows; ``folded``: how many times they lay in it in the dry run.
+        outputs: Path in the result -> dim of rows.
+        states: States that it passes on, to run over own rows instead; None: it needs all rows.
     """
 
     inputs: dict[str, int] = field(default_factory=dict)
     folded: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     states: HandedStates | None = None
 
 
 @dataclass
 class RowPlan:
-    """How a model runs over rows, as a rehearsal found it out (:mod:`autopar.features.context_parallel.plan`).
+    """How a model runs over local sequences, as a dry run found it (:mod:`autopar.features.context_parallel.plan`).
 
     Attributes:
-        lists: paths of the blocks of each list that is cut.
-        arguments: argument of a block, and path in it -> dim of rows.
-        numbers: argument of a block -> whole numbers that it was given.
-        whole: path of a module -> how it is run with all rows.
-        own: paths of embeddings in front of the blocks that look up own rows.
-        crosses: path of a module that calls attention -> whether its keys are those of another sequence.
-        head: path of the head that makes logits of rows; None without one.
-        between: whether something between the blocks needs all rows: then each block is cut and joined by itself.
-        through: whether rows stay on their ranks from the last block up to the head; else they are joined between.
+        lists: Paths of the blocks of each list that is sharded.
+        arguments: Argument of a block, and path in it -> dim of rows.
+        numbers: Argument of a block -> integers that it was given.
+        whole: Path of a module -> how it runs with all rows.
+        own: Paths of embeddings before the blocks that look up own rows.
+        crosses: Path of a module that calls attention -> whether its keys belong to another sequence.
+        head: Path of the head that makes logits of own rows; None without one.
+        between: True if code between the blocks needs all rows: then each block is sharded and joined separately.
+        through: True if rows stay on their ranks from the last block to the head; else they are joined between.
     """
 
     lists: tuple[tuple[str, ...], ...]
@@ -82,36 +88,25 @@ class RowPlan:
         return any(where.states is not None for where in self.whole.values())
 
 
-class Snapshot(NamedTuple):
-    """Settings that differ between forwards."""
-
-    cutting: bool
-    keeping: bool
-    batches: dict[int, int]
-    layouts: dict[int, Layout]
-    narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]]
-
-
 class RowState:
     """Rows of the forward that runs. One per model.
 
     Args:
-        axis: the cp axis.
+        axis: The cp axis.
         method: ``ulysses``, ``gather`` or ``auto``.
 
     Attributes:
-        cutting: whether blocks get rows; False in a forward with a cache, and inside a module that needs all rows.
-        keeping: whether rows stay on their ranks behind the last block, up to the logits.
-        refused: Why a forward over local sequences raises: user hooks are registered. Empty without them.
-        gathers_logits: whether logits are gathered in every forward.
-        resuming: whether a block is recomputed that knows its rows.
-        watch: of a rehearsal: answers instead of attention.
-        tracking: of a rehearsal: marks rows.
-        opened, spoiled: embeddings whose rows came to a boundary, and those that were read in full in front of it.
-        region: random draws that differ over the axis.
-        links: the ranks beside this one, to which states are handed on.
-        entered: lists of blocks that were run over rows; ``inside``: whose rows are not joined yet.
-        batches: number of sequences that each list of blocks was given.
+        cutting: True while blocks get own rows; False in a forward with a cache, and in a module that needs all rows.
+        keeping: True if rows stay on their ranks after the last block, up to the logits.
+        refused: Error of a forward over local sequences while user hooks are registered; "" without them.
+        gathers_logits: True if logits are gathered in every forward.
+        resuming: True while a block is recomputed that knows its rows.
+        watch, tracking: Only in a dry run: the answer in place of attention, and the marks on rows.
+        opened, spoiled: Embeddings whose rows reached a boundary, and those that were read in full before it.
+        region: Random draws that differ over the axis.
+        links: The ranks next to this one, to which states are passed.
+        entered: Lists of blocks that ran over rows; ``inside``: those whose rows are not joined yet.
+        batches, layouts: List of blocks -> number of its sequences, and their rows; none if it is not sharded.
     """
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
@@ -121,20 +116,18 @@ class RowState:
         self.running = self.forwards = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None
-        self.region, self.links = Region(axis), Links(axis)
+        self.region, self.links = Region(axis), Neighbours(axis)
         self.opened: set[str] = set()
         self.spoiled: set[str] = set()
         self.entered: set[int] = set()
         self.inside: set[int] = set()
         self.batches: dict[int, int] = {}
-        self._layouts: dict[int, Layout] = {}
-        self._known: dict[int, Layout | None] = {}
+        self.layouts: dict[int, Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dicts: dict[nn.Module, list[dict[int, Any]]] = {}  # torch's dicts of hooks, of each model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowState:
-        copied = RowState(self.axis, self.method, self.plan)
-        memo[id(self)] = copied
+        copied = memo[id(self)] = RowState(self.axis, self.method, self.plan)
         copied.region, copied.gathers_logits = deepcopy(self.region, memo), self.gathers_logits
         return copied
 
@@ -145,15 +138,14 @@ class RowState:
             self.links.begin()
         self.region.start()
         self.forwards += 1
-        self.cutting, self.keeping = cutting, cutting and keeping
-        self.was_cut = cutting
+        self.cutting, self.keeping, self.was_cut = cutting, cutting and keeping, cutting
 
     def finish(self, *, failed: bool = False) -> None:
         """End it, also one that failed."""
         if failed:
             self.links.failed = True
         else:
-            self.links.neighbours.wait_sent()
+            self.links.wait_sent()
         self.cutting = self.keeping = False
         self.region.finish()
         self.release()
@@ -171,33 +163,29 @@ class RowState:
 
     def release(self) -> None:
         """Release the references to activations."""
-        self._layouts.clear()
+        self.layouts.clear()
         self.inside.clear()
         self._narrowed.clear()
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return the attributes that differ between forwards, for the recomputation of a block."""
+        positions = {key: pair for key, pair in self._narrowed.items() if not pair[0].is_floating_point()}
+        settings = {"cutting": self.cutting, "keeping": self.keeping, "batches": dict(self.batches)}
+        return {**settings, "layouts": dict(self.layouts), "_narrowed": positions, "resuming": True}
+
     @contextmanager
-    def resumed(self, forward: Snapshot) -> Iterator[None]:
-        """Go on inside as in another forward: a block is recomputed."""
-        now, before = self.snapshot()._replace(narrowed=self._narrowed), self.resuming
-        self._resume(forward._replace(narrowed={**self._narrowed, **forward.narrowed}))
-        self.resuming = True
+    def resumed(self, forward: dict[str, Any]) -> Iterator[None]:
+        """Recompute a block inside, with the snapshot of its forward."""
+        now = {name: getattr(self, name) for name in forward}
+        narrowed = {**self._narrowed, **forward["_narrowed"]}
+        vars(self).update({**forward, "layouts": dict(forward["layouts"]), "_narrowed": narrowed})
         try:
             yield
         finally:
-            self._resume(now)
-            self.resuming = before
-
-    def snapshot(self) -> Snapshot:
-        """Return what tells this forward from others."""
-        positions = {key: pair for key, pair in self._narrowed.items() if not pair[0].is_floating_point()}
-        return Snapshot(self.cutting, self.keeping, dict(self.batches), dict(self._layouts), positions)
-
-    def _resume(self, forward: Snapshot) -> None:
-        self.cutting, self.keeping, self.batches, layouts, self._narrowed = forward
-        self._layouts = dict(layouts)
+            vars(self).update(now)
 
     def check_recomputed(self) -> None:
-        """Raise ConfigError if a block is recomputed by what does not know its rows."""
+        """Raise ConfigError if a block is recomputed by code that does not know its rows."""
         if self.was_cut and not self.running and not self.resuming and in_backward():
             raise ConfigError(
                 f"context_parallel_size={self.axis.size}: a block is recomputed in the backward pass, and nobody knows "
@@ -205,39 +193,24 @@ class RowState:
                 "model.gradient_checkpointing_enable(), instead of torch's checkpoint around it."
             )
 
-    def enter(self, number: int, length: int, batch: int = 0) -> Layout | None:
-        """Begin a list of blocks with ``batch`` sequences of ``length`` rows; None if there are too few to be cut."""
+    def enter(self, number: int, length: int, batch: int) -> None:
+        """Begin a list of blocks with ``batch`` sequences of ``length`` rows; too few are not sharded."""
         self.batches[number] = batch
         if self.tracking is not None and length != self.tracking.prime * self.axis.size:
-            return None  # no words: sound, or an image
+            return  # no words: sound, or an image
         self.entered.add(number)
+        self.layouts.pop(number, None)
         layout = self.rows_of(length)
-        if layout is None:
-            self._layouts.pop(number, None)
-            return None
-        self._layouts[number] = layout
-        self.inside.add(number)
-        return layout
+        if layout is not None:
+            self.layouts[number] = layout
+            self.inside.add(number)
 
     def rows_of(self, length: int) -> Layout | None:
-        """Return which rows of a sequence each rank has; None if they are too few to be cut."""
-        if length not in self._known:
-            zigzag = self.method != "ulysses" and not self.plan.in_runs
-            self._known[length] = rows_layout(length, self.axis.size, zigzag=zigzag)
-        return self._known[length]
-
-    def layout(self, number: int) -> Layout | None:
-        """Return the rows of a list of blocks that runs; None if it is not cut."""
-        return self._layouts.get(number)
-
-    def picks_ulysses(self, heads: int, kv_heads: int) -> bool:
-        """Return whether heads are exchanged for rows: with ``auto`` where each rank gets as many keys."""
-        if heads % kv_heads:
-            return False
-        return self.method == "ulysses" or (self.method == "auto" and kv_heads % self.axis.size == 0)
+        """Return the layout of a sequence; None if it is too short to be sharded."""
+        return rows_layout(length, self.axis.size, zigzag=self.method != "ulysses" and not self.plan.in_runs)
 
     def narrow(self, x: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
-        """Keep this rank's rows of ``x``; of what has no gradient, as rotary angles, once for all blocks."""
+        """Keep this rank's rows of ``x``; of a tensor without gradient, as rotary angles, once for all blocks."""
         if x.requires_grad and torch.is_grad_enabled():
             return self.mark(layout.shard(x, self.axis.rank, dim))
         known = self._narrowed.get(id(x))
@@ -247,18 +220,70 @@ class RowState:
         return known[1]
 
     def whole_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what ``x`` is this rank's rows of; ``x`` itself if that is not known."""
+        """Return the full tensor of which ``x`` is this rank's rows; ``x`` itself if that is not known."""
         known = self._narrowed.get(id(x))
-        if known is None or known[0] is not x or known[1].numel() <= x.numel():
-            return x
-        return known[1]
+        return x if known is None or known[0] is not x or known[1].numel() <= x.numel() else known[1]
 
     def mark(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, which holds rows from here on."""
+        """Return ``x``, which is own rows from here on."""
         if self.tracking is not None:
             self.tracking.mark_rows(x)
         return x
 
     def unmark(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, whole from here on; in a rehearsal another tensor."""
+        """Return ``x``, in full from here on; in a dry run another tensor."""
         return x if self.tracking is None else self.tracking.whole(x)
+
+
+# -- rows joined ---------------------------------------------------------------------------------------------------
+
+
+def join(x: torch.Tensor, axis: Axis, dim: int, rows: Layout) -> torch.Tensor:
+    """Gather rows along ``dim``, ``[..., rows/cp, ...] -> [..., rows, ...]``.
+
+    Raises:
+        ConfigError: In a backward pass that is to be differentiated.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        x = _Parts.apply(x)
+    return gather_sum(x, axis, dim, rows)
+
+
+class _Parts(torch.autograd.Function):
+    """The identity, after which gradients are full, and before which they are parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        keep_none(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    @single_backward
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def entered(values: Any, axis: Axis) -> Any:
+    """Return the arguments of a model, so that those with a gradient get the full one, on every rank."""
+
+    def full(x: Any) -> Any:
+        wants = type(x) in PLAIN and x.requires_grad and torch.is_grad_enabled()
+        return _Entered.apply(x, axis) if wants else x
+
+    return tree_map(full, values)
+
+
+class _Entered(torch.autograd.Function):
+    """The identity, before which gradients are full, and after which they are parts, scaled for an average."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        keep_none(ctx)
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @named_collective("all-reduce: gradient of what the model is given")
+    @single_backward
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return reduce(grad, ctx.axis) / ctx.axis.size, None

@@ -1,9 +1,9 @@
 """The dry run of sequence parallelism: which modules of a model's blocks work on rows of the sequence.
 
 The shard of one rank runs on the meta device with rows between its regions, as it will, and every operation on rows is
-looked at. Where one mixes rows, or shapes do not fit, the innermost module around it is made whole (it computes with
-whole sequences, as without sequence parallelism), then what is around that; where that is the block itself, the model
-is refused. Parameters that rows were computed with have their gradients summed.
+checked. Where one mixes rows, or shapes do not fit, the innermost module around it computes with full sequences, as
+without sequence parallelism, then the module around that; where that is the block itself, the model is refused.
+Parameters that rows were computed with have their gradients summed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from autopar.compat.tensors import tree_leaves
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.activation_tracking import (
-    ActivationTracking,
-    Kind,
-    track_modules,
-)
+from autopar.dry_run.activation_tracking import ActivationTracking, Kind, track_modules
 from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, outermost, prime_beside
@@ -46,15 +42,15 @@ from autopar.tensor_tracking import tensors_in
 def plan_sequence(
     model: nn.Module, prefix: str, plan: Plan, stages: StagePlan, *, routers: bool = True
 ) -> SequencePlan:
-    """Find out what of each block can work on rows of the sequence. The model is only read.
+    """Find the modules of each block that can work on rows of the sequence. The model is only read.
 
     Args:
-        model: the Hugging Face model, not yet sharded.
-        prefix: its path in the plan's names.
-        routers: also try the model with its routers' outputs, which a forward may ask for; False: if its config does.
+        model: The Hugging Face model, not yet sharded.
+        prefix: Its path in the plan's names.
+        routers: Switch for a trial with the outputs of routers, too; False: only if the config asks for them.
 
     Raises:
-        ConfigError: sequence parallelism does not fit the model; says where, and why.
+        ConfigError: Sequence parallelism does not fit the model; says where, and why.
     """
     with kept():
         return _Search(model, prefix, plan, stages, routers).plan()
@@ -74,11 +70,11 @@ def make(plans: ModelPlans, config: ParallelConfig, stages: StagePlan) -> Sequen
 
 
 class _Search(RowSearch):
-    """The search for what runs over rows, between the regions of one model's shards.
+    """The search for modules that run over rows, between the regions of one model's shards.
 
     Attributes:
-        inputs: as in :class:`SequencePlan`, as far as they are known.
-        chosen: the plan of the run that held.
+        inputs: Inputs of the :class:`SequencePlan`, as far as they are known.
+        chosen: The plan of the last run.
     """
 
     def __init__(self, model: nn.Module, prefix: str, plan: Plan, stages: StagePlan, try_routers: bool) -> None:
@@ -93,7 +89,7 @@ class _Search(RowSearch):
         )
 
     def plan(self) -> SequencePlan:
-        """Return what was found out, with a longer sequence than the model takes if it fits with no other."""
+        """Return the plan, found with a longer sequence than the model takes if it fits with no other."""
         try:
             return self._plan()
         except ConfigError:
@@ -105,7 +101,7 @@ class _Search(RowSearch):
 
     def _plan(self) -> SequencePlan:
         self.inputs: tuple[str, ...] = ()
-        self.routers = False  # whether the model returns what its routers make
+        self.routers = False  # whether the model returns the outputs of routers
         self.expected = self._expected()
         layers = ((path, name) for path, layer in tuner_layers(self.model) for name, _ in layer.named_modules())
         wrapped = {f"{path}.{name}": path for path, name in layers if name}
@@ -192,7 +188,7 @@ class _Search(RowSearch):
         """Run the shard of a rank. Raises Misfit.
 
         Returns:
-            The plan with what was seen, the blocks that computed with rows, and the modules that ran in each block.
+            The plan with its notes, the blocks that computed with rows, and the modules that ran in each block.
         """
         shard = self._copy()
         region = Region(Axis("tp", None, range(self.ranks), rank))
@@ -243,10 +239,10 @@ class _Search(RowSearch):
 def _entries_of(
     plan: Plan, blocks: Sequence[str], wrapped: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the modules at which rows must become whole: those that a region begins in, and those that mix rows.
+    """Return the modules at which rows are gathered: those that a region begins in, and those that mix rows.
 
     A column-parallel layer begins a region in the module that holds it, whose code reads the length of the sequence;
-    where that is the block itself, in the layer. ``wrapped`` leads from a layer to what PEFT has put around it.
+    where that is the block itself, in the layer. ``wrapped`` leads from a layer to PEFT's wrapper around it.
     """
     entries, wholes = set[str](), set[str]()
     for block in blocks:
@@ -270,20 +266,18 @@ _ROWS = Kind("rows")
 
 
 class SequenceTracking(ActivationTracking):
-    """A dispatch mode that follows rows, and gives each tensor its kind.
+    """A dispatch mode that follows rows, and gives each tensor its kind: those with this rank's rows a separate one.
 
-    Those of which this rank has some rows have a kind of their own. A replicated parameter that meets them has a
-    partial gradient. Rows must not meet a sharded activation, nor a full one with a gradient of its own.
+    A replicated parameter that meets rows has a partial gradient. Rows must not meet a sharded activation, nor a full
+    one with a separate gradient.
 
     Args:
-        rows: follows the dims of rows.
-        blocks: paths of the blocks.
-        stack: paths of the modules that run.
+        stack: Paths of the modules that run.
 
     Attributes:
-        on_rows: block -> parameters that work on rows in it.
-        on_whole: parameters that work on whole sequences.
-        worked: blocks that computed with rows.
+        on_rows: Block -> parameters that work on rows in it.
+        on_whole: Parameters that work on full sequences.
+        worked: Blocks that computed with rows.
     """
 
     def __init__(self, rows: RowTracking, blocks: Sequence[str], stack: list[str]) -> None:
@@ -350,15 +344,12 @@ class SequenceTracking(ActivationTracking):
 
 
 class ModuleNotes:
-    """Notes on the modules of a shard, and on their arguments, made while it runs.
-
-    Args:
-        length: of the sequence.
+    """Notes on the modules of a shard, and on their arguments, made while it runs over ``length`` positions.
 
     Attributes:
-        ran: block -> paths of the modules that run in it.
-        seen, given: names of arguments that hold tensors, of the models around the blocks and of the blocks.
-        beside: names of arguments of blocks, ``[batch, seq, features]``, besides hidden states.
+        ran: Block -> paths of the modules that run in it.
+        seen, given: Names of arguments that hold tensors, of the models around the blocks and of the blocks.
+        beside: Names of arguments of blocks, ``[batch, seq, features]``, in addition to hidden states.
     """
 
     def __init__(self, shard: nn.Module, tracking: SequenceTracking, length: int) -> None:
@@ -387,7 +378,7 @@ class ModuleNotes:
 
 
 class SampleRows(RowsOfList):
-    """Rows of a sequence of one length, whatever the model makes of its sample (the patches of an image)."""
+    """Rows of a sequence of one length, independent of that of the model's sample (the patches of an image)."""
 
     def __init__(self, batch: int, length: int, state: SequenceState, plan: SequencePlan) -> None:
         super().__init__(state, plan)
@@ -408,7 +399,7 @@ class SampleRows(RowsOfList):
         return super().enter(self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:])))
 
     def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
-        """Return whole hidden states, as long as they were."""
+        """Return full hidden states, as long as they were."""
         y = super().leave(x, rows)
         return self.region.mark_replicated(y.new_empty(*self.whole[:2], *y.shape[2:]))
 

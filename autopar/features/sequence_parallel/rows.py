@@ -1,16 +1,15 @@
 """Rows of the sequence between the regions of a model, and those that layers of a region save.
 
-Rows are dim 1 of ``[batch, seq, hidden]``, or lie in both dims flattened, over the tensor-parallel ranks. A
-column-parallel layer saves rows of its input for its weight's gradient, and gathers them again in the backward. Nothing
-stays of the whole sequence that it multiplied, ``[batch, seq, in]``: the layer itself sees a detached weight, whose
-gradient is computed by a function beside it (as in :mod:`autopar.tensor_parallel.regions`). Layers that read the same
-sequence gather it once. Megatron-LM has one function for a layer (core/tensor_parallel/layers.py).
+Rows are dim 1 of ``[batch, seq, hidden]``, or of both dims flattened, over the tensor-parallel ranks. A column-parallel
+layer saves rows of its input for its weight's gradient, and gathers them again in the backward. Nothing stays of the
+full sequence that it multiplied, ``[batch, seq, in]``: the layer itself sees a detached weight, whose gradient is
+computed by a function next to it (as in :mod:`autopar.tensor_parallel.regions`). Layers that read the same sequence
+gather it once. Megatron-LM has one function for a layer (core/tensor_parallel/layers.py).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +18,8 @@ from torch import nn
 from autopar.compat.tensors import version_of
 from autopar.distributed.autograd_functions import any_order, keep_none, named_collective
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import (
-    all_gather,
-    copy,
-    gather,
-    gather_sum,
-    reduce_,
-    reduce_scatter,
-    scatter,
-)
+from autopar.distributed.collectives import all_gather, copy, gather, gather_sum, reduce_, reduce_scatter, scatter
 from autopar.layout import Layout
-from autopar.swap import mixed_class
 from autopar.tensor_parallel.regions import Late, LateWeight, WeightGradient
 
 
@@ -39,12 +29,9 @@ def gather_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
 
 
 def _enter_rows(x: torch.Tensor, gathered: torch.Tensor | None, axis: Axis, rows: Layout) -> torch.Tensor:
-    """Return what :func:`gather_rows` made of ``x``, for a sharded region; backward is a reduce-scatter."""
-    if x.ndim != 2:
-        return gather_sum(x, axis, 1, rows, gathered)
-    x = x.unflatten(0, (-1, rows.local_size(axis.rank)))
-    gathered = None if gathered is None else gathered.unflatten(0, (-1, rows.size))
-    return gather_sum(x, axis, 1, rows, gathered).flatten(0, 1)
+    """Return the result of :func:`gather_rows` for a sharded region; backward is a reduce-scatter."""
+    known = gathered if gathered is None or x.ndim != 2 else gathered.unflatten(0, (-1, rows.size))
+    return _unflattened(x, rows.local_size(axis.rank), lambda y: gather_sum(y, axis, 1, rows, known))
 
 
 def own_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
@@ -53,15 +40,12 @@ def own_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
 
 
 def take_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
-    """Return :func:`own_rows` of a tensor beside hidden states; of ``[batch, 1, ...]``, the same for all rows, itself.
-
-    The gradient of that one is summed.
-    """
+    """Return :func:`own_rows` of another tensor. One row for all, ``[batch, 1, ...]``, stays: gradients add up."""
     return copy(x, axis) if x.shape[1] == 1 else own_rows(x, axis, rows)
 
 
 def _unflattened(x: torch.Tensor, length: int, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Change ``[batch, length, ...]``, also where batch and length are one dim: ``[batch * length, features]``."""
+    """Change ``[batch, length, ...]``, also with one dim for both: ``[batch * length, features]``."""
     y = x.unflatten(0, (-1, length)) if x.ndim == 2 else x
     if y.shape[1] != length:
         raise ValueError(f"a sequence of {length} rows is expected here in dim 1 of {list(x.shape)}")
@@ -69,12 +53,7 @@ def _unflattened(x: torch.Tensor, length: int, change: Callable[[torch.Tensor], 
 
 
 class Rows(NamedTuple):
-    """The rows that a block computes with, as regions know them (``Region.rows``).
-
-    Attributes:
-        layout: rows of each rank.
-        training: mode of the block.
-    """
+    """The rows that a block computes with, as regions know them (``Region.rows``); ``training``: mode of the block."""
 
     axis: Axis
     layout: Layout
@@ -86,17 +65,11 @@ class Rows(NamedTuple):
 
 
 class Entered:
-    """A whole sequence that entered a region, and its rows.
-
-    Attributes:
-        whole: ``[batch, seq, in]``, or both dims flattened.
-        rows: this rank's.
-        inside: what layers of the region read; None before the first does.
-    """
+    """A full sequence that entered a region, ``[batch, seq, in]`` or both dims flattened, and this rank's rows."""
 
     def __init__(self, whole: torch.Tensor, rows: torch.Tensor, axis: Axis, layout: Layout) -> None:
         self.whole, self.rows, self.version = whole, rows, version_of(whole)
-        self.inside: torch.Tensor | None = None
+        self.inside: torch.Tensor | None = None  # the tensor that layers of the region read
         self._again = _Again(axis, layout)
 
     def is_whole(self, x: torch.Tensor) -> bool:
@@ -104,14 +77,14 @@ class Entered:
         return self.whole is x and version_of(x) == self.version
 
     def late_weight(self, weight: torch.Tensor, gradient: WeightGradient) -> Late:
-        """Return what a layer attaches to its output: its weight's gradient."""
+        """Return the gradient of a layer's weight, to attach to the layer's output."""
         self._again.readers += 1
         tokens = self.whole.shape[:-1].numel()
         made = LateWeight.apply(weight, self.rows.detach(), tokens, gradient, self._again.tokens)
         return Late(gradient, self._again.entered, made, weight, self.rows)
 
     def enter(self) -> torch.Tensor:
-        """Return what layers of the region read: the gradient of all of them is reduce-scattered once."""
+        """Return the tensor that layers of the region read: their gradient is reduce-scattered once."""
         if self.inside is None:
             self.inside = _enter_rows(self.rows, self.whole.detach(), self._again.axis, self._again.layout)
         return self.inside
@@ -129,9 +102,9 @@ class _Again:
         """Gather ``[tokens, in]``, once for all readers."""
         tokens = self._tokens
         if tokens is None:
-            if rows.ndim == 2:
-                rows = rows.unflatten(0, (-1, self.layout.local_size(self.axis.rank)))
-            tokens = self._tokens = _gather(rows, self.axis, self.layout).flatten(0, -2)
+            own = self.layout.local_size(self.axis.rank)
+            tokens = _unflattened(rows, own, lambda y: _gather(y, self.axis, self.layout)).flatten(0, -2)
+            self._tokens = tokens
         self.done += 1
         if self.done == self.readers:
             self.done, self._tokens = 0, None
@@ -181,34 +154,8 @@ def sum_flat(tensors: Sequence[torch.Tensor | None], axis: Axis) -> list[torch.T
     return found
 
 
-def summed_over_rows(parameters: Sequence[nn.Parameter | None], axis: Axis) -> Mapping[int, torch.Tensor]:
-    """Return what stands for each parameter in a forward with rows, by id: its gradient is summed over the axis."""
-    trained = [p for p in parameters if p is not None and p.requires_grad] if torch.is_grad_enabled() else []
-    if not trained:
-        return {}
-    return {id(p): used for p, used in zip(trained, _SumRows.apply(axis, *trained), strict=True)}
-
-
-class ReadByRows:
-    """Class before that of a module whose own parameters work on rows."""
-
-    rows_state: Any  # a SequenceState
-
-
-def _property(name: str) -> property:
-    def read(self: Any) -> Any:
-        parameter = self._parameters[name]
-        used = self.rows_state.parameters
-        return used.get(id(parameter), parameter) if used else parameter
-
-    def write(self: Any, value: Any) -> None:
-        nn.Module.__setattr__(self, name, value)
-
-    return property(read, write)
-
-
-@functools.cache
-def reader_class(plain: Any, names: tuple[str, ...]) -> Any:
-    """Return the class of a module that reads its parameters ``names`` as :func:`summed_over_rows` gives them."""
-    mixin: Any = type(ReadByRows.__name__, (ReadByRows,), {name: _property(name) for name in names})
-    return mixed_class(mixin, plain)
+def summed_over_rows(parameters: Sequence[nn.Parameter], axis: Axis) -> list[torch.Tensor]:
+    """Return the tensor that a forward with rows uses for each parameter: its gradient is summed over the axis."""
+    trained = {id(p): p for p in parameters if p.requires_grad} if torch.is_grad_enabled() else {}
+    used = dict(zip(trained, _SumRows.apply(axis, *trained.values()), strict=True)) if trained else {}
+    return [used.get(id(p), p) for p in parameters]

@@ -1,8 +1,8 @@
 """The step of ``initialize``: where rows of the sequence begin and end, around blocks and inside of them.
 
-Hidden states enter the first block as rows of the sequence and leave the last whole. Masks, positions and rotary angles
-stay whole: regions see whole sequences. A later pipeline stage runs the boundary of the first block too, whose output
-is what the stage received: rows.
+Hidden states enter the first block as rows of the sequence and leave the last in full. Masks, positions and rotary
+angles stay full: regions see full sequences. A later pipeline stage runs the boundary of the first block too, whose
+output is the rows that the stage received.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from autopar.compat.tensors import own_parameters, tree_leaves
+from autopar.compat.tensors import own_parameters, tree_leaves, tree_map_only
 from autopar.compat.transformers import CACHES
 from autopar.errors import ConfigError
 from autopar.features.sequence_parallel.rows import (
     Entered,
-    ReadByRows,
     Rows,
     gather_rows,
     own_rows,
-    reader_class,
     summed_over_rows,
     take_rows,
 )
@@ -53,15 +52,15 @@ class SequencePlan:
     """The parts of each block that see rows of the sequence (Korthikanti et al. 2022).
 
     Attributes:
-        lists: paths of the blocks, in forward order; of an encoder-decoder model two lists.
-        entries: paths of modules whose input is gathered; their region's output is summed into rows.
-        wholes: paths of modules that compute with whole sequences, from input to output.
-        inputs: names of other arguments of blocks, ``[batch, seq, ...]``, of which each rank's rows are taken.
-        seen: names of arguments, of the models around the blocks, that the dry run gave: with others their code may
-            read hidden states between the blocks, which are whole there then.
-        given: names of arguments that blocks got there; with others a block computes with whole sequences.
-        routers_whole: whether what routers return, for a loss that balances experts, is that of whole sequences.
-        parameters: block -> names of replicated parameters that work on rows.
+        lists: Paths of the blocks, in forward order; of an encoder-decoder model two lists.
+        entries: Paths of modules whose input is gathered; their region's output is summed into rows.
+        wholes: Paths of modules that compute with full sequences, from input to output.
+        inputs: Names of other arguments of blocks, ``[batch, seq, ...]``, of which each rank's rows are taken.
+        seen: Names of arguments of the models around the blocks in the dry run: with other ones their code may read
+            hidden states between the blocks, which are full there then.
+        given: Names of arguments of blocks in the dry run; with other ones a block computes with full sequences.
+        routers_whole: Flag of outputs of routers, for a loss that balances experts, that belong to full sequences.
+        parameters: Block -> names of replicated parameters that work on rows.
     """
 
     lists: tuple[tuple[str, ...], ...]
@@ -92,7 +91,7 @@ _OF_MODELS = _OF_BLOCKS | {
 
 
 def _unknown(known: frozenset[str], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return what a module gets under names that are not known, besides its first argument."""
+    """Return the arguments of a module with unknown names, except its first argument."""
     given, first = given_by_name(module, args, kwargs), argument_names(module)[0]
     return tree_leaves([value for name, value in given if name not in known and name != first])
 
@@ -101,11 +100,11 @@ class SequenceState:
     """Sequence parallelism of one model while its forward runs (``Region.sequence``).
 
     Args:
-        one_stage: whether this rank has all blocks, so that the last one must run in each forward.
+        one_stage: True if this rank has all blocks, so that the last one must run in each forward.
 
     Attributes:
-        parameters: id of a parameter -> the tensor that a block on rows uses instead.
-        rows_are_out: whether a list of blocks has begun with rows, and its last block has not run.
+        rows_are_out: True while a list of blocks has begun with rows, and its last block has not run.
+        made: Rows that the model may collect -> the function that gathers them.
     """
 
     def __init__(self, region: Region, *, one_stage: bool = False) -> None:
@@ -121,34 +120,15 @@ class SequenceState:
     def begin(self) -> None:
         """Forget what an interrupted forward left behind."""
         self.rows_are_out = False
-        self.parameters: Mapping[int, torch.Tensor] = {}
-        self._made: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {}
-
-    def note(self, x: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return ``x``, rows that the model may collect; ``gather`` makes full hidden states of them."""
-        self._made[id(x)] = (weakref.ref(x), gather)
-        return x
+        self.made: Any = WeakTensorKeyDictionary()
 
     def gathered(self, output: Any) -> Any:
-        """Return what a model returns with hidden states gathered; a collective of the axis if it holds rows."""
-        if isinstance(output, torch.Tensor):
-            ref, gather = self._made.get(id(output), (None, None))
-            return gather(output) if ref is not None and gather is not None and ref() is output else output
-        if isinstance(output, dict):
-            for name, value in list(output.items()):
-                changed = self.gathered(value)
-                if changed is not value:
-                    output[name] = changed
-            return output
-        if type(output) in (tuple, list):
-            entries = [self.gathered(entry) for entry in output]
-            same = all(new is old for new, old in zip(entries, output, strict=True))
-            return output if same else type(output)(entries)
-        return output
+        """Return the output of a model with its hidden states gathered; a collective of the axis if it holds rows."""
+        return tree_map_only(torch.Tensor, lambda x: self.made[x](x) if x in self.made else x, output)
 
     def after_forward(self, model: nn.Module, output: Any) -> Any:
-        """Return what a model returns, in full. Raises ConfigError if its last block did not run."""
-        output = self.gathered(output) if self._made else output
+        """Return the output of a model in full. Raises ConfigError if its last block did not run."""
+        output = self.gathered(output) if len(self.made) else output
         if self.rows_are_out and self.one_stage:
             raise ConfigError(
                 f"sequence_parallel: the last block of {type(model).__name__} did not run in this forward, so what its "
@@ -157,40 +137,41 @@ class SequenceState:
         return output
 
     @contextlib.contextmanager
-    def on_rows(self, layout: Layout, parameters: Mapping[int, torch.Tensor], training: bool) -> Iterator[None]:
+    def on_rows(self, layout: Layout, places: Sequence[tuple[nn.Module, str]], training: bool) -> Iterator[None]:
         """Compute with rows of the sequence between regions: each rank has its own, and draws by itself.
 
         Args:
-            parameters: id -> what stands for a parameter that works on rows.
+            places: Modules and names of the parameters that work on rows. Inside, other tensors are in their places.
         """
-        region = self.region
-        region.rows, self.parameters = Rows(region.axis, layout, training), parameters
+        region, held = self.region, [own_parameters(module)[name] for module, name in places]
+        region.rows = Rows(region.axis, layout, training)
         region.draw_per_rank(training)
         try:
+            _put(places, summed_over_rows(held, region.axis))
             yield
         finally:
-            region.rows, self.parameters = None, {}
+            _put(places, held)
+            region.rows = None
             region.draw_alike()
             region.release()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Compute with whole sequences inside :meth:`on_rows`, as without it."""
-        region = self.region
-        rows, parameters = region.rows, self.parameters
-        region.rows, self.parameters = None, {}
+        """Compute with full sequences inside :meth:`on_rows`, as without it."""
+        region, rows = self.region, self.region.rows
+        region.rows = None
         try:
             with region.outside():
                 yield
         finally:
-            region.rows, self.parameters = rows, parameters
+            region.rows = rows
             region.release()
 
     def enter_whole(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather the sequence, ``[batch, seq/tp, hidden] -> [batch, seq, hidden]``, for a region and what precedes it.
+        """Gather the sequence, ``[batch, seq/tp, hidden] -> [batch, seq, hidden]``, for a region and code before it.
 
-        The gradient of what :meth:`Region.enter` makes of it is reduce-scattered; of any other, which is whole, the
-        own rows are kept.
+        The gradient of the copy by :meth:`Region.enter` is reduce-scattered; of any other gradient, which is full, own
+        rows are kept.
         """
         region = self.region
         x = gather_rows(rows, region.axis, region.rows.layout)
@@ -202,15 +183,17 @@ class SequenceState:
         return x
 
 
-class RowsOfList:
-    """The rows in which a list of blocks computes now; None: whole sequences.
+def _put(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[Any]) -> None:
+    for (module, name), tensor in zip(places, tensors, strict=True):
+        own_parameters(module)[name] = tensor
 
-    Args:
-        plan: which arguments of blocks are taken by rows, and which are known from the dry run.
+
+class RowsOfList:
+    """The rows in which a list of blocks computes now; None: full sequences.
 
     Attributes:
-        between: whether hidden states are whole between the blocks.
-        stays_whole: whether sequences are not sharded at all: the model is to return what its routers make of rows.
+        between: True if hidden states are full between the blocks.
+        stays_whole: True if sequences are not sharded: the model returns outputs of routers that work on rows.
     """
 
     def __init__(self, state: SequenceState, plan: SequencePlan) -> None:
@@ -236,29 +219,28 @@ class RowsOfList:
         return self.made(self.region.mark_rows(own_rows(x, self.region.axis, self.rows)))
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of ``[batch, seq, ...]``, a tensor beside hidden states."""
+        """Return this rank's rows of ``[batch, seq, ...]``, a tensor other than hidden states."""
         assert self.rows is not None
         return self.region.mark_rows(take_rows(x, self.region.axis, self.rows))
 
     def made(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, rows that the model may collect."""
         assert self.rows is not None
-        return self.state.note(x, functools.partial(self.leave, rows=self.rows))
+        self.state.made[x] = functools.partial(self.leave, rows=self.rows)
+        return x
 
     def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
-        """Return the whole sequence of which ``x``, ``[batch, seq/tp, hidden]``, is rows."""
+        """Return the full sequence of which ``x``, ``[batch, seq/tp, hidden]``, is rows."""
         rows = rows or self.rows
         assert rows is not None
         return self.region.mark_replicated(gather_rows(x, self.region.axis, rows))
 
 
 class Arguments(Hook):
-    """Forward pre-hook of the model around a list of blocks: whether its code may read what is between them.
+    """Forward pre-hook of the model around a list of blocks: whether its code may read hidden states between them.
 
-    It got something that the dry run did not give: images, whose features some models add between the first blocks.
-
-    Args:
-        seen: names of arguments that the dry run gave.
+    It may with an argument that was not ``seen`` in the dry run: images, whose features some models add between the
+    first blocks.
     """
 
     def __init__(self, of: RowsOfList, seen: Iterable[str]) -> None:
@@ -278,8 +260,8 @@ class RowsBlock:
 
     rows_list: RowsOfList
     rows_ends: tuple[bool, bool]  # whether it is the first block of its list, and the last
-    rows_parameters: tuple[tuple[nn.Module, str], ...]  # that work on rows
-    rows_hooked = False  # whether hooks inside see whole sequences, and their gradients
+    rows_parameters: tuple[tuple[nn.Module, str], ...]  # modules and names of parameters that work on rows
+    rows_hooked = False  # whether hooks inside see full sequences, and their gradients
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -317,15 +299,13 @@ class RowsBlock:
         """Compute with rows; activation checkpointing calls it a second time, without the boundary."""
         if autopar_rows is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        state = self.rows_list.state
-        held = [own_parameters(owner)[name] for owner, name in self.rows_parameters]
-        parameters = summed_over_rows(held, state.region.axis)
-        with state.on_rows(autopar_rows, parameters, self.training):  # type: ignore[attr-defined]
+        training: bool = self.training  # type: ignore[attr-defined]
+        with self.rows_list.state.on_rows(autopar_rows, self.rows_parameters, training):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class Entry:
-    """Class before that of a module with a region: its first argument is the whole sequence, its rows leave it.
+    """Class before that of a module with a region: its first argument is the full sequence, its rows leave it.
 
     The row-parallel layer of the region sums its output into rows, here or in a later module.
     """
@@ -343,10 +323,7 @@ class Entry:
 
 
 class Whole:
-    """Class before that of a module which mixes rows: it computes with whole sequences, as without sequence parallel.
-
-    Its first argument is gathered, the first tensor that it returns becomes rows again.
-    """
+    """Class before that of a module that mixes rows: its first argument is gathered, its first output becomes rows."""
 
     rows_state: SequenceState
 
@@ -368,7 +345,7 @@ class Whole:
 def change_first(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of a forward of which the first one, hidden states, is changed, wherever it is given."""
+    """Return arguments of a forward with its first one, the hidden states, changed, by position or by name."""
     given = dict(given_by_name(module, args, kwargs))
     first = given.get(argument_names(module)[0])
     first = next(x for x in given.values() if isinstance(x, torch.Tensor)) if first is None else first
@@ -377,7 +354,7 @@ def change_first(
 
 
 def change_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return what a module returned with its first tensor changed: hidden states."""
+    """Return the output of a module with its first tensor, the hidden states, changed."""
     if isinstance(output, torch.Tensor):
         return change(output)
     if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
@@ -391,17 +368,15 @@ def apply(
 ) -> None:
     """Swap the classes of blocks and of modules inside them, in place; parameters stay where they are.
 
-    The last of all swaps: the boundaries of blocks are in front of those of pipeline stages.
+    The last of all swaps: the boundaries of blocks come before those of pipeline stages.
     """
     state.region.sequence = state
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    owned = {block: tuple(_held(modules, names)) for block, names in plan.parameters.items()}
-    ids = {id(own_parameters(module)[name]) for held in owned.values() for module, name in held}
-    for module in modules.values():
-        own = tuple(sorted(name for name, parameter in own_parameters(module).items() if id(parameter) in ids))
-        if own and not isinstance(module, ReadByRows):
-            module.__class__ = reader_class(type(module), own)  # type: ignore[arg-type]
-            module.rows_state = state
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # id of a parameter -> modules that have it
+    for module in model.modules():
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
     for path in plan.entries:
         swap(modules[path], Entry, rows_state=state)
     for path in plan.wholes:
@@ -414,28 +389,17 @@ def apply(
                 break
         for place, path in enumerate(blocks):
             ends = (place == 0, place == len(blocks) - 1)
-            swap(modules[path], RowsBlock, rows_list=of, rows_ends=ends, rows_parameters=owned.get(path, ()))
-
-
-def _held(modules: Mapping[str, nn.Module], names: Iterable[str]) -> Iterator[tuple[nn.Module, str]]:
-    """Yield modules and names of the parameters that this stage holds."""
-    for name in names:
-        path, _, own = name.rpartition(".")
-        if own_parameters(modules[path]).get(own) is not None:
-            yield modules[path], own
+            names = (name.rpartition(".") for name in plan.parameters.get(path, ()))
+            held = (own_parameters(modules[owner]).get(own) for owner, _, own in names)  # None: on another stage
+            on_rows = tuple(each for parameter in held for each in places.get(id(parameter), ()))
+            swap(modules[path], RowsBlock, rows_list=of, rows_ends=ends, rows_parameters=on_rows)
 
 
 def undo(model: nn.Module, plan: SequencePlan) -> None:
-    """Undo :func:`apply`, before what it came after; its hooks go with the others."""
-    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    for blocks in plan.lists:
-        for path in blocks:
-            unswap(modules[path], RowsBlock, "rows_list", "rows_ends", "rows_parameters", "rows_hooked")
+    """Undo :func:`apply`, before earlier swaps are undone; the hooks of the model are removed together."""
+    for path in itertools.chain(*plan.lists):
+        unswap(model.get_submodule(path), RowsBlock, "rows_list", "rows_ends", "rows_parameters", "rows_hooked")
     for path in plan.wholes:
-        unswap(modules[path], Whole)
+        unswap(model.get_submodule(path), Whole, "rows_state")
     for path in plan.entries:
-        unswap(modules[path], Entry)
-    for module in modules.values():
-        if isinstance(module, ReadByRows):
-            module.__class__ = type(module)._autopar_plain  # type: ignore[attr-defined]
-        vars(module).pop("rows_state", None)
+        unswap(model.get_submodule(path), Entry, "rows_state")

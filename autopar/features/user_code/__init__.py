@@ -12,5 +12,5 @@ FEATURE = Feature(
         "local_hooks": f"{_HERE}.hooks:local_hooks",
         "whole": f"{_HERE}.full:whole",
     },
-    steps={"watch_user_code": Step(f"{_HERE}.watch:watch_user_code", after="prepare_optimizer")},
+    steps={"watch_user_code": Step(f"{_HERE}.reads:watch_user_code", after="prepare_optimizer")},
 )

@@ -1,7 +1,7 @@
-"""Whole parameters on every rank: :func:`whole` for a while, :func:`full` as a differentiable tensor.
+"""Full parameters on every rank: :func:`whole` for a while, :func:`full` as a differentiable tensor.
 
-A user's own code around a model (pruning, editing, drawing anew, averaging, penalties) then sees on each rank the
-tensors that it would see on one process.
+User code around a model (pruning, editing, drawing anew, averaging, penalties) then sees on each rank the tensors that
+it would see on one process.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from autopar.plan.plan import Plan, TensorPlan
 from autopar.setup.steps import Parallelized
 
 _Numbers = tuple[int, int]
+"""Digests of a parameter and of its gradient."""
 
 
 @dataclass
 class _Held:
-    """A parameter that is whole for a while, with what this rank has of it otherwise: nothing of another stage's."""
+    """A parameter that is full for a while, with this rank's shard of it: empty if another stage holds it."""
 
     name: str
     parameter: nn.Parameter
@@ -49,10 +50,10 @@ class _Held:
 
 @contextmanager
 def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: bool = True) -> Iterator[nn.Module]:
-    """Hold whole parameters on every rank inside, those of other stages too; afterwards each rank has its shards again.
+    """Hold full parameters on every rank inside, those of other stages too; afterwards each rank has its shards again.
 
-    The ``Parameter`` objects stay. Every rank does the same to them inside, and what has changed is kept. With replicas
-    or stages random numbers inside are those of rank 0 on every rank. Every rank calls it, and none runs the model
+    The ``Parameter`` objects stay. Every rank does the same to them inside, and changes are kept. With replicas or
+    stages random numbers inside are those of rank 0 on every rank. Every rank calls it, and none runs the model
     inside::
 
         with autopar.whole(model, "model.layers.3.mlp"):
@@ -60,18 +61,18 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
             weight.data[weight.abs() < weight.abs().quantile(0.3)] = 0
 
     Args:
-        model: what ``initialize`` returned, or a wrapper such as ``DistributedDataParallel`` around it.
-        names: of parameters, or of modules of which all are meant; by default all. A rank needs memory for what is
-            whole beside its shards.
-        grads: make gradients whole, too; a gradient that some ranks lack is zero there. False hides them.
+        model: The model of ``initialize``, or a wrapper such as ``DistributedDataParallel`` around it.
+        names: Names of parameters, or of modules for all of their parameters; default: all. A rank needs memory for
+            the full parameters in addition to its shards.
+        grads: Flag for full gradients, too; a gradient that some ranks lack is zero there. False hides them.
 
     Yields:
-        The model that ``initialize`` returned.
+        The model of ``initialize``.
 
     Raises:
-        ConfigError: the model is not parallelized, a name is unknown, ``zero.stage`` is 2 or 3, the model runs inside,
+        ConfigError: The model is not parallelized, a name is unknown, ``zero.stage`` is 2 or 3, the model runs inside,
             or a parameter has another shape or dtype afterwards.
-        ConsistencyError: ranks have changed a parameter in different ways. All have their shards from before then.
+        ConsistencyError: Ranks have changed a parameter in different ways. All have their earlier shards then.
     """
     root = next((module for module in model.modules() if "_autopar" in vars(module)), None)  # through wrappers
     if root is None:
@@ -88,9 +89,8 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
         if not alone:
             world = Axis("world", dist.group.WORLD, range(mpu.world_size), mpu.rank)
             sync_generators(mpu.model if mpu.model.size == mpu.world_size else world)
-    hooks = [
-        module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in {model, state.inner_of(model)}
-    ]
+    models = {model, state.inner_of(model)}
+    hooks = [module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in models]
     changed = False
     try:
         yield model
@@ -106,9 +106,9 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
 
 
 def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the whole of a parameter, differentiable: for penalties and anything else that looks at all of it.
+    """Return the full parameter, differentiable: for penalties and anything else that looks at all of it.
 
-    The result is the same on every tensor-parallel rank; the gradient of a rank's shard is its part of the gradient.
+    The result is identical on all tensor-parallel ranks; the gradient of a rank's shard is its slice of the gradient.
     A tensor that no rank shards, or a parameter of a plain model, is returned as it is. With ``zero.stage`` 2 and 3
     rows of other replicas are joined, too, and the gradient of the shard is the mean over the replicas. A collective of
     the tensor-parallel ranks, there of all replicas'::
@@ -116,12 +116,12 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
         loss = model(**batch).loss + 0.1 * (autopar.full(model.lm_head.weight) - start).norm()
 
     Args:
-        tensor: a parameter of a parallelized model, or its gradient.
-        of: the parameter, if ``tensor`` is something else of its shape (what ``torch.autograd.grad`` returned, a state
+        tensor: A parameter of a parallelized model, or its gradient.
+        of: The parameter, if ``tensor`` is another tensor of its shape (a gradient of ``torch.autograd.grad``, a state
             of the optimizer).
 
     Raises:
-        ConfigError: it belongs to no parallelized model on this rank, or has not the shape of the parameter's shard.
+        ConfigError: It belongs to no parallelized model on this rank, or does not have the shape of the shard.
     """
     asked = tensor if of is None else of
     for model in listeners(ReplicaNorm):
@@ -133,16 +133,15 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
             raise ConfigError(f"full: {name} is quantized ({due.quantized}): its layer holds bytes of it")
         axis, layout = _sharding(due, model.plan, model.mpu)
         ranks = sorted({*axis.ranks, *model.mpu.fsdp.ranks}) if isinstance(tensor, DTensor) else axis.ranks
-        if layout is None:
-            with model.failures.wait(f"autopar.full({name})", ranks):
-                return _rows_of_replicas(tensor)
-        if tuple(tensor.shape) != due.local_shape(axis.rank):
+        if layout is not None and tuple(tensor.shape) != due.local_shape(axis.rank):
             raise ConfigError(
                 f"full: {list(tensor.shape)} is not the shape of this rank's shard of {name}, "
                 f"{list(due.local_shape(axis.rank))}"
             )
         with model.failures.wait(f"autopar.full({name})", ranks):
             rows = _rows_of_replicas(tensor)
+            if layout is None:
+                return rows
             summed = collectives.sum_replicas(rows, axis, layout) if layout.replicated else rows
             return collectives.gather(summed, axis, layout, layout.dim)
     if isinstance(tensor, DTensor):
@@ -187,7 +186,7 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
 
 
 def _chosen(state: Parallelized, names: str | Iterable[str] | None) -> list[str]:
-    """Return the canonical names of parameters that are meant, in the order of the state dict."""
+    """Return the canonical names of the chosen parameters, in the order of the state dict."""
     plain = state.plan.saved().tensors
     every = {name: tensor.name for tensor in plain.values() for name in (tensor.name, *tensor.aliases)}
     if names is None:
@@ -211,7 +210,11 @@ def _chosen(state: Parallelized, names: str | Iterable[str] | None) -> list[str]
 
 @torch.no_grad()
 def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads: bool) -> list[_Held]:
-    elsewhere = _put_back(model, state)
+    elsewhere: dict[str, torch.dtype] = {}  # of parameters of other stages, which are put back into their modules
+    if state.pp is not None:
+        put_back(model, state.pp.released)
+        placeholders = state.pp.released.placeholders
+        elsewhere = {state.plan.canonical(name): placeholder.dtype for name, placeholder in placeholders.items()}
     own = dict[str, nn.Parameter]()
     for name, parameter in model.named_parameters():
         first = own.setdefault(state.plan.canonical(name), parameter)
@@ -224,16 +227,13 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
     held = []
     for name, has in zip(kept, flags.tolist(), strict=True):
         parameter, due = own[name], state.plan.tensors[name]
-        holders = state.stages.holders(name)
-        here = mpu.pp.rank in holders
+        here, dtype = mpu.pp.rank in state.stages.holders(name), elsewhere.get(name, parameter.dtype)
         one = _Held(name, parameter, due.layout, parameter.data, parameter.grad if here else None)
-        parameter.grad = None
-        full_shape = torch.empty(due.shape, dtype=elsewhere.get(name, parameter.dtype), device=mpu.device)
-        gradient = None
+        parameter.grad = gradient = None
         if has and grads:
             mine = one.gradient if one.gradient is not None else torch.zeros_like(parameter.data)
-            gradient = _from_stage(_all(mine, due, state) if here else full_shape.clone(), holders, state)
-        parameter.data = _from_stage(_all(parameter.data, due, state) if here else full_shape, holders, state)
+            gradient = _full(mine, due, state, dtype)
+        parameter.data = _full(parameter.data, due, state, dtype)
         if gradient is not None:
             parameter.grad = gradient.to(parameter.dtype)
         one.before = _numbers(parameter)
@@ -241,30 +241,29 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
     return held
 
 
-def _all(shard: torch.Tensor, due: TensorPlan, state: Parallelized) -> torch.Tensor:
+def _full(shard: torch.Tensor, due: TensorPlan, state: Parallelized, dtype: torch.dtype) -> torch.Tensor:
+    """Return the full tensor of a shard; of another stage from the first one that holds it, in ``dtype``."""
+    pp, holders = state.mpu.pp, state.stages.holders(due.name)
     axis, layout = _sharding(due, state.plan, state.mpu)
-    if layout is None or axis.size == 1:
-        return shard.clone()
-    return collectives.all_gather(shard, axis, layout)
-
-
-def _from_stage(tensor: torch.Tensor, holders: Sequence[int], state: Parallelized) -> torch.Tensor:
-    """Broadcast a whole tensor from the first stage that holds it, if not all do."""
-    pp = state.mpu.pp
+    if pp.rank not in holders:
+        full = torch.empty(due.shape, dtype=dtype, device=state.mpu.device)
+    elif layout is None or axis.size == 1:
+        full = shard.clone()
+    else:
+        full = collectives.all_gather(shard, axis, layout)
     if pp.size > len(holders):
-        tensor = tensor.contiguous()
-        dist.broadcast(tensor.view(-1).view(torch.uint8), src=pp.ranks[min(holders)], group=pp.group)
-    return tensor
+        full = full.contiguous()
+        dist.broadcast(full.view(-1).view(torch.uint8), src=pp.ranks[min(holders)], group=pp.group)
+    return full
 
 
 def _numbers(parameter: nn.Parameter) -> _Numbers:
-    """Return digests of a parameter and of its gradient."""
     return int(sum_of_bits(parameter.data)), 0 if parameter.grad is None else int(sum_of_bits(parameter.grad)) + 1
 
 
 @torch.no_grad()
 def _compare(state: Parallelized, held: list[_Held], grads: bool) -> None:
-    """Check that all ranks have changed the same in the same way; else give everything back and raise on all."""
+    """Check that all ranks have changed the same in the same way; else raise on all."""
     mpu = state.mpu
     shapes = [one for one in held if one.parameter.shape != state.plan.tensors[one.name].shape]
     weights, gradients = zip(*(_numbers(one.parameter) for one in held), strict=True) if held else ((), ())
@@ -286,7 +285,7 @@ def _compare(state: Parallelized, held: list[_Held], grads: bool) -> None:
 
 @torch.no_grad()
 def _give_back(model: nn.Module, state: Parallelized, held: list[_Held], *, changed: bool) -> None:
-    """Put shards back, those of what has changed if ``changed``. No communication."""
+    """Put shards and placeholders back; with ``changed`` shards of the new values. No communication."""
     rank = state.mpu.shards.rank
     for one in held:
         parameter, here = one.parameter, state.mpu.pp.rank in state.stages.holders(one.name)
@@ -302,26 +301,12 @@ def _give_back(model: nn.Module, state: Parallelized, held: list[_Held], *, chan
             parameter.grad = one.gradient
         elif gradient is not None:
             parameter.grad = gradient if one.layout is None else one.layout.shard(gradient, rank)
-    _take_out(model, state)
-
-
-def _put_back(model: nn.Module, state: Parallelized) -> dict[str, torch.dtype]:
-    """Put the empty parameters of other stages into their modules; return their dtypes by name."""
-    if state.mpu.pp.size == 1 or state.pp is None:
-        return {}
-    released = state.pp.released
-    put_back(model, released)
-    return {state.plan.canonical(name): placeholder.dtype for name, placeholder in released.placeholders.items()}
-
-
-def _take_out(model: nn.Module, state: Parallelized) -> None:
-    """Undo :func:`_put_back`."""
-    if state.mpu.pp.size == 1 or state.pp is None:
+    if state.pp is None:
         return
     released = state.pp.released
     paths = {id(module): path for path, module in model.named_modules()}
     for module, order in released.orders:
-        for name, parameter in order.items():
-            if id(parameter) in released.parameters:
+        for name, emptied in order.items():
+            if id(emptied) in released.parameters:
                 del own_parameters(module)[name]
                 vars(module)[name] = released.placeholders[f"{paths[id(module)]}.{name}".lstrip(".")]

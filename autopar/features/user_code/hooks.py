@@ -16,10 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.utils.generic import ModelOutput
 
 from autopar.call_site import LOCAL_HOOKS, described, is_of_library, user_hooks
-from autopar.compat.tensors import HOOKS, hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters, version_of
+from autopar.compat.tensors import (
+    HOOKS,
+    hooks_of,
+    hooks_of_all,
+    hooks_with_kwargs,
+    own_parameters,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+)
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
@@ -33,19 +41,15 @@ def local_hooks(module: nn.Module) -> None:
     """Let hooks on a module see this rank's shards, not full tensors: those that are registered, and later ones.
 
     Args:
-        module: A module inside of a parallelized model. Hooks on modules inside of it are not meant.
+        module: A module inside of a parallelized model. Hooks on modules inside of it still see full tensors.
     """
     vars(module)[LOCAL_HOOKS] = True
-    for kind in HOOKS:
-        _unwrap(hooks_of(module, kind))
+    for hooks in (hooks_of(module, kind) for kind in HOOKS):
+        hooks.update({key: hook.user_hook for key, hook in hooks.items() if isinstance(hook, _WholeHook)})
 
 
 class WholeHooks:
-    """The user hooks of one model, which see full tensors.
-
-    Attributes:
-        dicts: All of torch's dicts in which such a hook may be; all are empty in most models.
-    """
+    """The user hooks of one model, which see full tensors; ``dicts``: torch's dicts that may have one, mostly empty."""
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
         self._known = {id(shards.module): shards._replace(axis=axis) for shards in _shards_of(model)}
@@ -85,25 +89,17 @@ class WholeHooks:
                 hooks[key] = _WholeHook(hook, kind, key in with_kwargs, dict(known))
 
     def unwrap(self) -> None:
-        """Put the hooks themselves back in their places."""
-        for hooks, _, _ in self._places:
-            _unwrap(hooks)
-        for everywhere in (hooks_of_all(kind)[0] for kind in HOOKS):
-            for key, hook in list(everywhere.items()):
+        """Put the hooks themselves back in their places; on all modules those that no other model wraps."""
+        for hooks in self.dicts:
+            for key, hook in list(hooks.items()):
                 if isinstance(hook, _WholeHook):
                     hook.known = {module: shards for module, shards in hook.known.items() if module not in self._known}
                     if not hook.known:
-                        everywhere[key] = hook.user_hook
-
-
-def _unwrap(hooks: dict[int, Any]) -> None:
-    for key, hook in list(hooks.items()):
-        if isinstance(hook, _WholeHook):
-            hooks[key] = hook.user_hook
+                        hooks[key] = hook.user_hook
 
 
 class _WholeHook:
-    """In the place of a user's hook, on one module or on all."""
+    """An object in the place of a user hook, on one module or on all."""
 
     def __init__(self, hook: Callable[..., Any], kind: str, with_kwargs: bool, known: dict[int, Shards]) -> None:
         self.user_hook, self.kind, self.with_kwargs, self.known = hook, kind, with_kwargs, known
@@ -144,7 +140,7 @@ class _WholeHook:
 
 
 def _shards_of(model: nn.Module) -> Iterator[Shards]:
-    """Yield sharded layers, and the activations and norms beside them."""
+    """Yield sharded layers, and the activations and norms next to them."""
     found: dict[int, Shards] = {}
     for path, module in model.named_modules():
         plan: ModulePlan | None = vars(module).get("autopar")
@@ -179,25 +175,18 @@ def _inside_experts(path: str, experts: nn.Module, plan: ModulePlan) -> Iterator
 
 
 class Shards(NamedTuple):
-    """Facts about the tensors of one module.
-
-    Attributes:
-        path, module: of it.
-        given, made: layouts of the features that its forward is given, and that it makes; None: they are whole.
-        heads: tensors of four dims have heads as a dim of their own.
-        axis: the ranks of the model.
-    """
+    """Facts about the tensors of one module: layouts of the features of its input and output; None: they are full."""
 
     path: str
     module: nn.Module
     given: Layout | None = None
     made: Layout | None = None
-    heads: bool = False
-    axis: Axis | None = None
+    heads: bool = False  # tensors of four dims have a separate dim of heads
+    axis: Axis | None = None  # the ranks of the model
 
 
 class SeenShards:
-    """Gather the sharded tensors of one call of a module for a hook, and shard again what the hook returns."""
+    """Gather the sharded tensors of one call of a module for a hook, and shard the hook's results."""
 
     def __init__(self, layout: Layout | None, shards: Shards) -> None:
         self._gathered: list[tuple[torch.Tensor, int]] = []  # copies that a hook gets, and their versions
@@ -207,19 +196,19 @@ class SeenShards:
         self._kept: list[torch.Tensor] = []  # given as they are
 
     def whole(self, value: Any, *, gradient: bool = False) -> Any:
-        """Return it with its first tensor whole: hidden states, beside which others are. Gradients have no gradient."""
-        first = next(tensors_of(value), None)
-        if first is None:
-            return value
-        found = self._sharded(first)
-        if found is None:
+        """Return ``value`` with its first tensor, the hidden states, in full. Gradients have no gradient."""
+        tensors = [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+        first = next((x for x in tensors if x.is_floating_point() and x.ndim > 1), None)
+        found = None if first is None else self._sharded(first)
+        if first is None or found is None:
             return value
         full = self._gather(first, *found, gradient)
-        return mapped(lambda x: full if x is first else self._as_it_is(x), value)
+        self._kept += [x for x in tensors if x is not first]
+        return tree_map_only(torch.Tensor, lambda x: full if x is first else x, value)
 
     def cut(self, value: Any, *, gradient: bool = False) -> Any:
-        """Return it with this rank's parts of tensors that have the shape of one that was gathered."""
-        return mapped(lambda x: self._own(x, gradient), value)
+        """Return ``value`` with this rank's shards of tensors that have the shape of a gathered one."""
+        return tree_map_only(torch.Tensor, lambda x: self._own(x, gradient), value)
 
     def is_written(self) -> bool:
         """Return whether the hook wrote into a copy."""
@@ -228,10 +217,6 @@ class SeenShards:
     def is_kept(self) -> bool:
         """Return whether a copy has a gradient, which the hook may ask for at any time before the backward."""
         return any(x.requires_grad for x, _ in self._gathered)
-
-    def _as_it_is(self, x: torch.Tensor) -> torch.Tensor:
-        self._kept.append(x)
-        return x
 
     def _gather(self, x: torch.Tensor, dim: int, layout: Layout, gradient: bool) -> torch.Tensor:
         parts = collectives.sum_shards if layout.replicated else collectives.all_gather  # of a gradient
@@ -250,9 +235,9 @@ class SeenShards:
         return collectives.owned(layout.shard(x, self.axis.rank, dim), self.axis, layout, dim)
 
     def _sharded(self, x: torch.Tensor) -> tuple[int, Layout] | None:
-        """Return the dim along which a tensor is sharded, and how: features or heads; None if it is whole.
+        """Return the dim along which a tensor is sharded, and its layout; None if it is full.
 
-        Sizes say so. Where those of the ranks differ, one may match by chance, so it has to on all of them.
+        Sizes say so. Where those of the ranks differ, one may match by chance, so it must match on all ranks.
         """
         ways: list[tuple[int, int, Layout]] = []  # dim, size there, layout
         if self.layout is not None and self.heads and x.ndim == 4:  # [batch, heads/tp, seq, d], or seq before heads
@@ -271,26 +256,3 @@ class SeenShards:
                 "autopar.local_hooks(module)."
             )
         return found[0] if found else None
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of numbers in tuples, lists, dicts and outputs of models, with two dims or more."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and value.ndim > 1:
-            yield value
-    elif type(value) in (tuple, list, dict) or isinstance(value, ModelOutput):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(each)
-
-
-def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Change the tensors in tuples, lists, dicts and outputs; a cache, which is written into, stays the same object."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if type(value) in (tuple, list):
-        return type(value)(mapped(function, each) for each in value)
-    if isinstance(value, ModelOutput):
-        return type(value)(**{key: mapped(function, each) for key, each in value.items()})
-    if type(value) is dict:
-        return {key: mapped(function, each) for key, each in value.items()}
-    return value

@@ -1,4 +1,4 @@
-"""Reads of a sharded parameter as if it were the full one: one warning for each line of user code.
+"""The step that watches user code between two forwards: reads of shards as if they were full, and new hooks.
 
 [Note: shard reads] A sharded parameter knows that it is one: it is a :class:`ShardedParameter`, and torch passes each
 function of it to :func:`_notice`. An elementwise function of a shard gives the shard of the full result, which is a
@@ -14,6 +14,7 @@ import functools
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.call_site import LIBRARIES, OURS, is_ours, place_of_user
 from autopar.compat.patches import BODIES
@@ -34,11 +36,14 @@ from autopar.compat.tensors import (
     let_foreach_take,
     no_overrides,
 )
+from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
 from autopar.errors import ShardWarning
+from autopar.guards.step import untried
 from autopar.layout import Layout
 from autopar.pipeline_parallel.stage_weights import DRAWS
 from autopar.plan.plan import Plan
+from autopar.setup.steps import Given, Parallelized
 
 _ALONG = """
     norm sum nansum mean nanmean std var std_mean var_mean max min amax amin aminmax argmax argmin median nanmedian
@@ -104,12 +109,7 @@ def _index_keeps(index: Any, tensor: torch.Tensor, dim: int | None) -> bool:
 
 
 class Switch(threading.local):
-    """State of one thread.
-
-    Attributes:
-        off: A function of a shard runs.
-        in_hook: A hook of a gradient runs.
-    """
+    """State of one thread: whether a function of a shard runs (``off``), or a hook of a gradient."""
 
     off = in_hook = False
 
@@ -130,7 +130,7 @@ NOTICING = _TorchFunction()
 
 
 def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Call ``func``. Warn before, if it mixes elements of a shard; otherwise its results are shards, too."""
+    """Call ``func``. Warn before if it mixes elements of a shard; otherwise its results are shards, too."""
     caller: FrameType = sys._getframe(1)
     kwargs = kwargs or {}
     switch.off = True
@@ -159,7 +159,7 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
 
 
 def _is_shard(tensor: Any) -> bool:
-    """Return whether a tensor is a shard; a parameter is none inside of ``autopar.whole``."""
+    """Return whether a tensor is a shard; inside of ``autopar.whole`` no parameter is one."""
     shard: Shard | None = tensor.autopar_shard
     return shard is not None and (not isinstance(tensor, nn.Parameter) or tuple(tensor.shape) == shard.here)
 
@@ -207,24 +207,15 @@ def _noticing(hook: Any, shard: Shard | None) -> Any:
 
 @dataclass(frozen=True)
 class Shard:
-    """The place of a shard.
-
-    Attributes:
-        name: Name of the parameter.
-        full: Shape of the full parameter.
-        rank: Place of this rank among those that hold the shards.
-        warned: Lines of user code that were warned, of all shards of the model.
-        axis: Name of the axis: ``tensor-parallel``.
-        joins: Whether ``autopar.whole`` gathers it; it does not with FSDP2, which shards it over replicas.
-    """
+    """The place of a shard."""
 
     name: str
-    full: tuple[int, ...]
+    full: tuple[int, ...]  # shape of the full parameter
     layout: Layout
-    rank: int
-    warned: set[tuple[str, int]]
-    axis: str
-    joins: bool
+    rank: int  # place of this rank among those that hold the shards
+    warned: set[tuple[str, int]]  # lines of user code that were warned, of all shards of the model
+    axis: str  # tensor-parallel
+    joins: bool  # whether autopar.whole gathers it; it does not with FSDP2, which shards it over replicas
 
     @functools.cached_property
     def here(self) -> tuple[int, ...]:
@@ -233,7 +224,7 @@ class Shard:
         return (*self.full[:dim], self.layout.local_size(self.rank), *self.full[dim + 1 :])
 
     def held(self) -> str:
-        """Return what of the full parameter is here."""
+        """Return the part of the full parameter that is here, in words."""
         ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in self.layout.ranges(self.rank)) or "none"
         return f"{self.axis} rank {self.rank}: shape {self.here} of {self.full}, {ranges} of dim {self.layout.dim}"
 
@@ -335,6 +326,81 @@ def _become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
         vars(tensor).pop("autopar_shard", None)
     else:
         tensor.autopar_shard = shard
+
+
+# -- the step of initialize ------------------------------------------------------------------------------------------
+
+_running: weakref.WeakSet[Watched] = weakref.WeakSet()
+"""Models whose forward runs now."""
+
+
+def watch_user_code(model: nn.Module, state: Parallelized, given: Given) -> None:
+    """On the parameters that stay."""
+    if state.plan.shards > 1:
+        watched = state.features["user_code"] = Watched(state.mpu.tp)
+        state.region.beginning.append(watched.begin)
+        state.region.ending.append(watched.end)
+        watch(model, state.plan, state.mpu)
+        _watch_steps()
+        state.undo.append(lambda model, own: own.features.pop("user_code").undo(model))
+
+
+class Watched:
+    """A model, or its copy, whose forwards read shards as plain tensors, and call user hooks with full ones."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self._found = axis, False
+        self._hooks: dict[nn.Module, Any] = {}  # of the model, and of each inside that was called by itself
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
+        return Watched(self.axis)
+
+    def begin(self, model: nn.Module) -> dict[str, str]:
+        """Begin a forward; return where user hooks are, for ranks to compare before any of them gathers."""
+        _running.add(self)
+        Sharded.__torch_function__ = disabled_torch_function  # no Python is called for each function
+        if self.axis.size == 1:
+            return {}
+        hooks = self._hooks.get(model)
+        if hooks is None:
+            from autopar.features.user_code.hooks import WholeHooks
+
+            hooks = self._hooks[model] = WholeHooks(model, self.axis)
+        if not self._found and not any(hooks.dicts):
+            return {}
+        seen = {one: each.wrap() for one, each in self._hooks.items()}
+        self._found = any(seen.values())  # if all are removed now, the next forward still looks
+        return seen[model]
+
+    def end(self) -> None:
+        """End the forward."""
+        _running.discard(self)
+        if not _running:
+            Sharded.__torch_function__ = NOTICING
+
+    def undo(self, model: nn.Module) -> None:
+        """Put the user hooks themselves back in their places, and give parameters torch's class again."""
+        for hooks in self._hooks.values():
+            hooks.unwrap()
+        for parameter in model.parameters():
+            unwatch(parameter)
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer not in untried:  # one that could not be tried may read shards
+        Sharded.__torch_function__ = disabled_torch_function
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_step(*_: Any) -> None:
+    Sharded.__torch_function__ = NOTICING
 
 
 # -- warnings --------------------------------------------------------------------------------------------------------

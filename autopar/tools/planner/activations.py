@@ -40,8 +40,7 @@ def remembered(storages: Storages, saved: SavedStorages, save: tuple[str, ...]) 
     if not save:
         yield sizes
         return
-    from autopar.features.activation_checkpointing.setup import saved_operators
-    from autopar.features.activation_checkpointing.tape import Tape
+    from autopar.features.activation_checkpointing.setup import Tape, saved_operators
 
     tape, operators = Tape(), saved_operators(save)
     if "attention" in save:

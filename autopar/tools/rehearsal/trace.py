@@ -45,7 +45,6 @@ _CARRIERS = (
     "tensor_tracking.py",
     "autograd_functions.py",
     "gloo_collectives.py",
-    "neighbours.py",
     "digest.py",
 )
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -24,6 +24,7 @@ import autopar
 import autopar.dry_run.plan_model
 from autopar.errors import AutoparError, PipelineError
 from autopar.features.context_parallel import plan as context_parallel
+from autopar.features.context_parallel.state import RowState
 from autopar.features.sequence_parallel import plan as sequence_parallel
 from autopar.layout import rows_layout
 from autopar.pipeline_parallel.p2p import map_tensors
@@ -240,13 +241,13 @@ def compare(case: Case, mesh: Mesh, method: str) -> Verdict:
             model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
     except AutoparError as error:
         return Verdict("refused", _agreed(error), plain.names)
-    try:
-        verdict = _compare(plain, model, optimizer, mesh, case)
-    except AutoparError as error:
-        return Verdict("late", _agreed(error), plain.names, _cut(model))
-    finally:
-        model.mpu.destroy()
-    return verdict
+    with _noted_lengths() as lengths:
+        try:
+            return _compare(plain, model, optimizer, mesh, case, lengths)
+        except AutoparError as error:
+            return Verdict("late", _agreed(error), plain.names, _everyones(lengths))
+        finally:
+            model.mpu.destroy()
 
 
 @contextlib.contextmanager
@@ -267,11 +268,23 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
 
-def _cut(model: nn.Module) -> tuple[int, ...]:
-    """The lengths of sequences that were cut on any rank: a stage may have an encoder that runs whole."""
-    states = {id(state): state for each in model.modules() if (state := vars(each).get("_autopar_rows")) is not None}
-    mine = [length for state in states.values() for length, rows in state._known.items() if rows]
-    return tuple(sorted({length for each in everyones(mine) for length in each}))
+@contextlib.contextmanager
+def _noted_lengths() -> Iterator[set[int]]:
+    """The lengths of sequences that this rank cuts inside: a stage may have an encoder that runs whole."""
+    found, rows_of = set[int](), RowState.rows_of
+
+    def noted(state: RowState, length: int) -> Any:
+        rows = rows_of(state, length)
+        found.update([length] if rows else [])
+        return rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowState, "rows_of", noted)
+        yield found
+
+
+def _everyones(lengths: set[int]) -> tuple[int, ...]:
+    return tuple(sorted(set().union(*everyones(sorted(lengths)))))
 
 
 class _Differences:
@@ -293,7 +306,7 @@ class _Differences:
         return next((f"rank {rank}: {found[0]} ({len(found)} in all)" for rank, found in all_of_them if found), "")
 
 
-def _compare(plain: Plain, model: Any, optimizer: Any, mesh: Mesh, case: Case) -> Verdict:
+def _compare(plain: Plain, model: Any, optimizer: Any, mesh: Mesh, case: Case, lengths: set[int]) -> Verdict:
     differences = _Differences()
     model.train()
     if mesh.pp > 1:
@@ -314,7 +327,7 @@ def _compare(plain: Plain, model: Any, optimizer: Any, mesh: Mesh, case: Case) -
     _compare_gradients(held, expected, differences)
     if mesh.by == "zero1":
         _compare_step(plain, model, optimizer, expected, differences)
-    cut = _cut(model)
+    cut = _everyones(lengths)
     why = differences.everyones()
     return Verdict("wrong" if why else "equal", why, plain.names, cut)
 

@@ -87,7 +87,7 @@ def in_runs(model: nn.Module) -> bool:
     (state,) = {each._autopar_rows for each in model.modules() if hasattr(each, "_autopar_rows")}
     rank, size = state.axis.rank, state.axis.size
     given, taken = (any(each.values()) for each in (state.links.given, state.links.taken))
-    runs = all(len(layout.ranges(rank)) == 1 for layout in state._known.values() if layout)
+    runs = len(state.rows_of(33).ranges(rank)) == 1
     return runs and given == (rank < size - 1) and taken == (rank > 0)
 
 

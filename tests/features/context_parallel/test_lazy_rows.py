@@ -10,8 +10,7 @@ from torch import nn
 
 import autopar
 from autopar.distributed.axis import Axis
-from autopar.features.context_parallel.block_boundary import OwnRows, may_own_rows
-from autopar.features.context_parallel.lazy_rows import LazyRows
+from autopar.features.context_parallel.lazy_rows import LazyRows, OwnRows, may_own_rows
 from autopar.features.context_parallel.plan import plan_rows
 from autopar.features.context_parallel.state import RowPlan, RowState
 from autopar.policy.match import find_policy

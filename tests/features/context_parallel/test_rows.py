@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.features.context_parallel.attention import _causal_rows, _of_rows
+from autopar.features.context_parallel.attention import _causal_rows, _of_rows, heads_layout, keys_layout
 from autopar.features.context_parallel.lazy_rows import _clipped
-from autopar.features.context_parallel.rows import heads_layout, keys_layout
 from autopar.layout import rows_layout
 
 

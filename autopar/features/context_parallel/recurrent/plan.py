@@ -1,9 +1,9 @@
-"""Which modules continue from a state as if their rows were whole: found out by running them on small numbers.
+"""The modules that continue from a state as if their rows were full, found by a trial on small numbers.
 
-A module that takes a cache may keep in it all that later rows need to know of earlier ones, or some of it: many a scan
-begins at zero when it has several rows. So a copy of the module with random weights runs over a few rows at once, and
-piece by piece, each with the states of the piece before. Outputs and every gradient must be equal, and each state has
-to matter: without it they must not be. A module that makes the same of both needs only states.
+A module that takes a cache may keep in it all that later rows need of earlier ones, or some of it: many a scan begins
+at zero when it has several rows. So a copy of the module with random weights runs over a few rows at once, and in
+pieces, each with the states of the piece before. Outputs and every gradient must be equal, and each state has to
+matter: without it they must differ. A module that passes needs only states.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autopar.features.context_parallel.recurrent.state_passing import (
 from autopar.features.context_parallel.setup import undo
 from autopar.features.context_parallel.state import RowPlan, WholeModule
 from autopar.layout import Block, Layout
-from autopar.swap import argument_names
+from autopar.swap import argument_names, change_given
 from autopar.tensor_tracking import tensors_in
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,9 +46,9 @@ _CLOSE, _FAR = 1e-4, 1e-3  # parts of the largest number
 
 
 def goes_on(module: nn.Module, how: HandedStates, call: Call, where: WholeModule) -> bool:
-    """Return whether ``module`` makes the same of rows in pieces, as ``how`` says, as of all of ``call``.
+    """Return whether ``module`` computes the same, with gradients, of rows in pieces as of all of ``call`` at once.
 
-    So must be its gradients. Without one of the states it must make something else.
+    Without one of the states that ``how`` describes it must compute something else.
     """
     keys: set[Key] = set()
     try:
@@ -64,7 +64,7 @@ def goes_on(module: nn.Module, how: HandedStates, call: Call, where: WholeModule
                         return False
                 without = [_in_pieces(module, how, each, where, set(), dropped=key) for key in keys]
             return bool(keys) and all(_difference(expected, each) > _FAR for each in without)
-    except Exception:  # it asks for more than states, or returns what is no tensor of rows
+    except Exception:  # it needs more than states, or returns another value than rows
         return False
 
 
@@ -81,20 +81,16 @@ def _plain_functions(module: nn.Module) -> Iterator[None]:
 
 
 def _with_padding(module: nn.Module, call: Call) -> Call:
-    """The same with padding on the left, where the module takes a mask."""
-    padding = torch.ones(BATCH, ROWS, dtype=torch.long)
+    """Return ``call`` with padding on the left, where the module takes a mask."""
+    padding, names = torch.ones(BATCH, ROWS, dtype=torch.long), argument_names(module)
     padding[:, :3] = 0
-    args, kwargs, names = list(call[0]), dict(call[1]), argument_names(module)
-    for place, name in enumerate(names):
-        if "mask" in name and place < len(args):
-            args[place] = padding if args[place] is None else args[place]
-        elif "mask" in name and kwargs.get(name) is None:
-            kwargs[name] = padding
-    return tuple(args), kwargs
+    args, kwargs = change_given(module, *call, lambda name, x: padding if x is None and "mask" in name else x)
+    masks = [name for name in names[len(args) :] if "mask" in name]
+    return args, {**dict.fromkeys(masks, padding), **kwargs}
 
 
 def _at_once(module: nn.Module, call: Call, where: WholeModule) -> list[torch.Tensor]:
-    """Outputs, and with gradients those too."""
+    """Return the outputs, followed by gradients where they are on."""
     call = _leaves(call)
     return _with_gradients(module, call, _outputs(module(*call[0], **call[1]), where))
 
@@ -102,7 +98,7 @@ def _at_once(module: nn.Module, call: Call, where: WholeModule) -> list[torch.Te
 def _in_pieces(
     module: nn.Module, how: HandedStates, call: Call, where: WholeModule, keys: set[Key], dropped: Key | None = None
 ) -> list[torch.Tensor]:
-    """The same of pieces; ``keys`` is filled with their states, of which ``dropped`` is not handed on."""
+    """Return the same of pieces; ``keys`` is filled with their states, of which ``dropped`` is not passed on."""
     call, ends = _leaves(call), list(itertools.accumulate(_PIECES))
     layout = Layout.of(1, [Block("row", ends[-1], 1, tuple(zip([0, *ends], ends, strict=False)))])
     pieces, before, ties = [], None, Counter[str]()
@@ -124,10 +120,10 @@ def _in_pieces(
 
 
 class _StatesOfPiece(States):
-    """States of the piece before, and for the piece behind, in one graph.
+    """States of the piece before, and for the next piece, in one graph.
 
     Attributes:
-        ties: how many tensors are passed on beside states, and how many of them had a gradient.
+        ties: Numbers of tensors that are tied to states (``made``), and of those that had a gradient (``seen``).
     """
 
     def __init__(
@@ -156,7 +152,7 @@ class _StatesOfPiece(States):
 
 
 def _leaves(call: Call) -> Call:
-    """The same numbers, as tensors that want gradients where these are wanted."""
+    """Return copies of the arguments as leaves that require gradients, where these are on."""
 
     def leaf(x: torch.Tensor) -> torch.Tensor:
         return x.detach().requires_grad_(x.is_floating_point() and torch.is_grad_enabled())
@@ -166,7 +162,7 @@ def _leaves(call: Call) -> Call:
 
 
 def _outputs(out: Any, where: WholeModule) -> list[torch.Tensor]:
-    """The tensors that a module returns, all of which have rows."""
+    """Return the tensors in the output of a module, all of which have rows."""
     leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(out)[0] if isinstance(x, torch.Tensor)]
     if [name for name, _ in leaves] != list(where.outputs):
         raise ValueError(f"it returns {[name for name, _ in leaves]}, and rows in {list(where.outputs)}")
@@ -174,7 +170,7 @@ def _outputs(out: Any, where: WholeModule) -> list[torch.Tensor]:
 
 
 def _with_gradients(module: nn.Module, call: Call, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs, and behind them the gradients of arguments and weights."""
+    """Return the outputs, followed by the gradients of arguments and weights."""
     if not torch.is_grad_enabled():
         return outputs
     numbers = torch.Generator().manual_seed(2)
@@ -185,32 +181,32 @@ def _with_gradients(module: nn.Module, call: Call, outputs: list[torch.Tensor]) 
 
 
 def _difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
-    """The largest difference, as a part of the largest number of its tensor."""
+    """Return the largest difference, relative to the largest number of its tensor."""
     pairs = zip(expected, found, strict=True)
     parts = [float(((a - b).abs().max() / a.abs().max().clamp(min=1e-6)).detach()) for a, b in pairs]
     return max(parts) if all(part == part for part in parts) else float("inf")
 
 
 _WAYS = ((1, True), (0, True), (0, False))  # spare rows of convolutions, and whether these are apart: the least first
-_LARGE = 1 << 16  # numbers of a weight that is not made
+_LARGE = 1 << 16  # elements of a weight that is not made
 _CHUNK = 4  # rows that scans take at a time: few rows are several chunks
 
 
 def hand_on_states(
     model: nn.Module, copied: nn.Module, plan: RowPlan, calls: Mapping[str, Call], rows: int, batch: int
 ) -> None:
-    """Let modules of ``plan`` pass their states on, where they make the same of rows then. ``model`` is only read.
+    """Let modules of ``plan`` pass their states on, where they compute the same then. ``model`` is only read.
 
     ``copied``: its copy without memory, which has run with ``calls``, of ``rows`` rows and ``batch`` sequences.
     """
     undo(copied)
     known: dict[Any, HandedStates | None] = {}
     for path, where in plan.whole.items():
+        if path not in calls:
+            continue
         module, like = model.get_submodule(path), copied.get_submodule(path)
         sizes = [(name, tuple(x.shape)) for name, x in module.named_parameters()]
         kind = (type(module), f"{module}, {sizes}, {where.inputs}, {where.outputs}")
-        if path not in calls:
-            continue
         if kind not in known:
             known[kind] = _states_of(model, module, like, where, calls[path], rows, batch)
         where.states = known[kind]
@@ -219,7 +215,7 @@ def hand_on_states(
 def _states_of(
     model: Any, module: nn.Module, like: nn.Module, where: WholeModule, call: Call, rows: int, batch: int
 ) -> HandedStates | None:
-    """Return how a module's states pass from rank to rank; None if it needs all rows."""
+    """Return the states that a module passes from rank to rank; None if it needs all rows."""
     forward = inspect.signature(inspect.unwrap(type(like).forward))
     caches = [name for name, each in forward.parameters.items() if "Cache" in str(each.annotation)]
     if len(caches) != 1 or not where.inputs or any(times != 1 for times in where.folded.values()):
@@ -231,7 +227,7 @@ def _states_of(
         made = _filled(model, module, like)
         words = model.get_input_embeddings().num_embeddings
         numbers = _numbers(made, call, where, rows, batch, words)
-    except Exception:  # weights of a kind of their own
+    except Exception:  # weights of an unknown kind
         return None
     return next((how for how in ways if goes_on(made, how, numbers, where)), None)
 
@@ -240,7 +236,7 @@ def _states_of(
 
 
 def _filled(model: Any, module: nn.Module, like: nn.Module) -> nn.Module:
-    """A copy of ``module`` on the CPU with random weights; its buffers are its own, or as its model fills them."""
+    """Return a copy of ``module`` on the CPU with random weights; buffers have its values, or those of a new model."""
     made, numbers = copy.deepcopy(like).to_empty(device="cpu").float(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for each in made.modules():
@@ -265,7 +261,7 @@ def _filled(model: Any, module: nn.Module, like: nn.Module) -> nn.Module:
 class _OneNumberEach:
     """The forward of a large layer, ``[..., in] -> [..., out]``, whose weight has one number in each row.
 
-    It treats rows apart, whatever its weight is; memory and time for a whole one are the only ones that count here.
+    It treats rows apart with any weight; memory and time of a full one are the only ones that count here.
     """
 
     def __init__(self, layer: nn.Linear, numbers: torch.Generator) -> None:
@@ -277,7 +273,7 @@ class _OneNumberEach:
 
 
 def _numbers(module: nn.Module, call: Call, where: WholeModule, rows: int, batch: int, words: int) -> Call:
-    """Arguments of the kind of ``call``, by name, without masks of padding."""
+    """Return random arguments of the kind of ``call``, without masks of padding."""
     numbers, names = torch.Generator().manual_seed(1), argument_names(module)
 
     def number(path: Any, x: Any) -> Any:

@@ -13,41 +13,48 @@ call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import pad
 
 from autopar.compat.c10d import in_fake_world
 from autopar.compat.tensors import (
     SequenceKey,
+    after_backward,
+    current_backward,
     keystr,
     tree_flatten,
     tree_map_with_path,
     tree_unflatten,
 )
 from autopar.distributed.autograd_functions import named_collective, single_backward
-from autopar.distributed.axis import Axis
-from autopar.features.context_parallel.neighbours import Neighbours
+from autopar.distributed.axis import Axis, device_of
+from autopar.distributed.collectives import extremes_over, run
+from autopar.distributed.gloo_collectives import finish
 from autopar.layout import Layout
 from autopar.swap import NotCopied, argument_names
 
 Key = tuple[str, int]
-"""Which kind of state, ``conv`` or ``recurrent``, and its number in the module."""
+"""The kind of a state, ``conv`` or ``recurrent``, and its number in the module."""
+_UNTOUCHED = object()
+"""The rows before, for code that asks whether there are any."""
 
 
 @dataclass(frozen=True)
 class HandedStates(NotCopied):
-    """How a module's states are handed on.
+    """The states that a module passes on.
 
     Attributes:
-        argument: of its forward, which is a cache.
-        spare: rows in front of a convolution's state that nothing reads.
-        apart: whether rows of a convolution are put in front of others where these are added, and are read nowhere
-            else: then they are exchanged there, and no rank waits for the one in front to have had its own.
-        others: arguments without rows that the rehearsal gave it.
+        argument: Argument of its forward that is a cache.
+        spare: Rows at the front of a convolution's state that nothing reads.
+        apart: True if rows of a convolution are put before other rows where these are added, and are read nowhere
+            else: then they are exchanged there, and no rank waits for the rank before to have received its rows.
+        others: Arguments without rows in the dry run.
     """
 
     argument: str
@@ -57,28 +64,24 @@ class HandedStates(NotCopied):
 
 
 class States:
-    """Takes the place of a cache in one forward of a module over some rows.
-
-    Args:
-        first: whether no rows are in front of these.
-    """
+    """A stand-in for the cache in one forward of a module over some rows; ``first``: no rows are before them."""
 
     def __init__(self, how: HandedStates, *, first: bool) -> None:
         self.how, self.first = how, first
         self._before: dict[Key, torch.Tensor] = {}
 
     def before(self, key: Key) -> torch.Tensor:
-        """Return the state behind the row in front of these, however often it is asked for."""
+        """Return the state after the row before these, any number of times."""
         if key not in self._before:
             self._before[key] = self.take(key)
         return self._before[key]
 
     def take(self, key: Key) -> torch.Tensor:
-        """Return the state behind the row in front of these; once."""
+        """Return the state after the row before these; once."""
         raise NotImplementedError
 
-    def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Hand on the state behind the last of these rows; ``through``, of any shape, is returned and must be used."""
+    def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> Any:
+        """Pass on the state after the last of these rows; ``through``, of any shape, is returned and must be used."""
         raise NotImplementedError
 
     # -- what modules call, as transformers' Cache has it --------------------------------------------------------------
@@ -87,14 +90,14 @@ class States:
         """Return the rows before these, ``[batch, channels, kernel]``; None if there are none."""
         if self.first:
             return None
-        return _Untouched() if self.how.apart else self.before(("conv", state_idx))
+        return _UNTOUCHED if self.how.apart else self.before(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return the state behind the row before these; None if there is none."""
+        """Return the state after the row before these; None if there is none."""
         return None if self.first else self.before(("recurrent", state_idx))
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether rows are in front."""
+        """Return whether rows are before these."""
         return not self.first
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -104,41 +107,34 @@ class States:
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """Return ``conv_states``, ``[batch, channels, rows]``, with the rows before in front."""
+        """Return ``conv_states``, ``[batch, channels, rows]``, after the rows before."""
         key, x = ("conv", state_idx), conv_states
         kept = x.shape[-1] if conv_kernel_size is None else conv_kernel_size - self.how.spare
         if kept <= 0:
             return x
         enough = x.shape[-1] >= kept
-        if enough and self.how.apart:  # nobody waits for the rank in front
-            x = _some(self.give(key, x[..., -kept:], x), x)
+        if enough and self.how.apart:  # no rank waits for the one before
+            x = self.give(key, x[..., -kept:], x)
         full = x if self.first else torch.cat([self.before(key), x], -1)
         if enough and self.how.apart:
             return full
         last = full[..., -kept:] if full.shape[-1] >= kept else pad(full, (kept - full.shape[-1], 0))
-        return _some(self.give(key, last, full if self.how.apart else None), full)
+        tied = self.give(key, last, full if self.how.apart else None)
+        return full if tied is None else tied
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0) -> Any:
-        """Hand on the state behind the last row, of any shape; returned as it is."""
+        """Pass on the state after the last row, of any shape; returned as it is."""
         self.give(("recurrent", state_idx), recurrent_states)
         return recurrent_states
-
-
-class _Untouched:
-    """The rows in front, for code that asks whether there are any."""
-
-
-def _some(tied: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return x if tied is None else tied
 
 
 def own_arguments(
     module: Any, values: Any, how: HandedStates, inputs: Mapping[str, int], layout: Layout, rank: int
 ) -> Any:
-    """Return ``(args, kwargs)`` of a module that runs over own rows, without its cache; None if it has to have all.
+    """Return ``(args, kwargs)`` of a module that runs over own rows, without its cache; None if it needs all rows.
 
     Args:
-        inputs: path of an argument -> its dim of rows, own ones.
+        inputs: Path of an argument -> dim of own rows.
     """
     names, missing = argument_names(module), []
 
@@ -169,9 +165,9 @@ def with_states(module: Any, values: Any, how: HandedStates, states: States) -> 
     return args, {**kwargs, how.argument: states}
 
 
-def place_of(path: Any, x: torch.Tensor) -> str:
-    """Return the name of a tensor in ``(args, kwargs)``, by its path."""
-    return f"{keystr(path)} of {x.ndim} dims"
+def place_of(path: Any, x: torch.Tensor, name: str = "") -> str:
+    """Return the name of a tensor in ``(args, kwargs)``, or in the value ``name``, by its path."""
+    return f"{name}{keystr(path)} of {x.ndim} dims"
 
 
 def argument_of(path: Any, names: Sequence[str]) -> str:
@@ -193,42 +189,98 @@ class _Message(NamedTuple):
     dtype: torch.dtype
 
 
-class Links:
-    """The ranks before and behind on an axis, and what modules have sent them."""
+_TAGS = 1 << 16
+_BEGUN: Counter[tuple[int, ...]] = Counter()  # passes of all models over these ranks, as far as this one knows
+_AHEAD = 16  # messages that a rank has sent and does not know received; then it waits for the oldest
+
+
+class Neighbours:
+    """Sends to and receives from the ranks next to this one on an axis, in the order in which messages are sent.
+
+    Attributes:
+        given, taken: Kind of call of a module -> its messages to the next rank, and from the rank before.
+        failed: True if the last forward failed on this rank: perhaps before another rank received some shapes.
+    """
 
     def __init__(self, axis: Axis) -> None:
-        self.axis, self.neighbours = axis, Neighbours(axis)
+        self.axis, self.failed = axis, False
         self.given: dict[Any, list[_Message]] = {}
         self.taken: dict[Any, list[_Message]] = {}
-
-        self.failed = False  # the last forward, on this rank: perhaps before another was told of some shapes
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._lost: list[tuple[Any, torch.Tensor]] = []
+        self._tag, self._backward = 0, -1
 
     def begin(self) -> None:
-        """Begin a forward, on every rank; after one that failed on any of them all tell shapes anew."""
-        if self.neighbours.begin(self.failed):
+        """Begin a forward, on every rank; after one that failed on any of them all ranks send shapes again.
+
+        On gloo messages that the failed one left are not taken for those of this one: the ranks agree on its number,
+        since one may have begun forwards that others have not. nccl knows no tags.
+        """
+        self._lost, self._sent = self._sent, []  # another rank may still receive it
+        failed, ranks = int(self.failed), self.axis.ranks
+        if device_of(self.axis).type == "cpu":
+            (begun, failed), _ = extremes_over(self.axis, [_BEGUN[ranks], failed])
+            _BEGUN[ranks] = begun + 1
+            self._tag = _BEGUN[ranks] % _TAGS
+        if failed:
             self.given.clear()
             self.taken.clear()
         self.failed = False
 
+    def send(self, x: torch.Tensor, step: int) -> None:
+        """Send ``x``, of any shape, ``step`` places along the axis, 1 or -1; returns at once.
+
+        A message sent in a backward has been received when the backward ends: gloo gives up a message whose sender
+        forgets it.
+        """
+        backward = current_backward()
+        if backward not in (-1, self._backward):
+            after_backward(self.wait_sent)
+        self._backward = backward
+        run(self._start, self.axis, x.detach().contiguous(), self.axis.ranks[self.axis.rank + step], kept=False)
+        self.wait_sent(_AHEAD)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, step: int) -> torch.Tensor:
+        """Receive the next tensor from the rank ``step`` places along the axis."""
+        x = torch.empty(shape, dtype=dtype, device=device)
+        if x.numel():
+            run(self._receive, self.axis, x, self.axis.ranks[self.axis.rank + step], kept=False)
+        return x
+
+    def wait_sent(self, left: int = 0) -> None:
+        """Wait until all but the last messages, ``left`` in number, have been received: their memory is free then."""
+        while len(self._sent) > left:
+            run(_finish, self.axis, *self._sent.pop(0), kept=False)
+
+    def _start(self, x: torch.Tensor, peer: int, group: Any) -> None:
+        if x.numel():
+            self._sent.append((dist.isend(x, peer, group=group, tag=self._tag), x))
+
+    def _receive(self, x: torch.Tensor, peer: int, group: Any) -> None:
+        _finish(dist.irecv(x, peer, group=group, tag=self._tag), x, group)
+
+
+def _finish(work: Any, x: torch.Tensor, group: Any) -> None:
+    if x.is_cpu:
+        finish(work)
+    else:
+        work.wait()
+
 
 class StatesOfRank(States):
-    """States from the rank before, and for the rank behind.
+    """States from the rank before, and for the next rank.
 
     Args:
-        path: of the module.
-        made_of: what it computes with, the hidden states first: if one needs a gradient, so do the states.
+        path: Path of the module.
+        made_of: Tensors that it computes with, the hidden states first: if one needs a gradient, so do the states.
     """
 
-    def __init__(self, how: HandedStates, links: Links, path: str, made_of: Sequence[torch.Tensor]) -> None:
+    def __init__(self, how: HandedStates, links: Neighbours, path: str, made_of: Sequence[torch.Tensor]) -> None:
         super().__init__(how, first=links.axis.rank == 0)
-        hidden, self.last, self.neighbours = made_of[0], links.axis.rank == links.axis.size - 1, links.neighbours
+        hidden, self.last, self.neighbours = made_of[0], links.axis.rank == links.axis.size - 1, links
         self.device = hidden.device
-        call = (
-            path,
-            hidden.shape[0],
-            hidden.dtype,
-            not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type),
-        )
+        autocast = not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type)
+        call = (path, hidden.shape[0], hidden.dtype, autocast)
         self.given, self.taken = links.given.setdefault(call, []), links.taken.setdefault(call, [])
         self.anchors = [x for x in made_of if x.requires_grad] if torch.is_grad_enabled() else []
         self._given = self._taken = 0
@@ -236,7 +288,7 @@ class StatesOfRank(States):
         self._untied: list[torch.Tensor] = []
 
     def take(self, key: Key) -> torch.Tensor:
-        """Return the state of the rank before; messages in front of it are kept."""
+        """Return the state of the rank before; earlier messages are kept."""
         while key not in self._early:
             if self._taken == len(self.taken):
                 self.taken.append(_receive_header(self.neighbours, self.device))
@@ -248,7 +300,7 @@ class StatesOfRank(States):
         return self._early.pop(key)
 
     def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Send a state to the rank behind; its gradient comes in the backward of what is returned, or of the module."""
+        """Send a state to the next rank; its gradient comes in the backward of the result, or of the module."""
         if self.last or (state.is_meta and not in_fake_world()):
             return through
         message = _Message(key, tuple(state.shape), state.dtype)
@@ -266,7 +318,7 @@ class StatesOfRank(States):
         return None
 
     def behind(self, out: Any) -> Any:
-        """Return what the module returns, behind which the gradients of its states come."""
+        """Return the result of the module, in whose backward the gradients of its states come."""
         if not self._untied:
             return out
         leaves, structure = tree_flatten(out)
@@ -313,7 +365,7 @@ class _Given(torch.autograd.Function):
     @named_collective("receive: gradients of states of the rank behind")
     @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (_,) = ctx.saved_tensors  # read first: it recomputes a block, and a rank behind waits for its states
+        (_,) = ctx.saved_tensors  # read first: it recomputes a block, and the next rank waits for its states
         received = [ctx.neighbours.receive(*state, 1) for state in reversed(ctx.states)]
         return (None, None, grad, *reversed(received), *(None,) * ctx.rest)
 
