@@ -22,8 +22,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.compat.tensors import base_of, own_parameters
-from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
-from autopar.dry_run.operators import CONSTANT, ValuelessTracking, form_of, name_of, tensor_of
+from autopar.dry_run.operators import CONSTANT, ValuelessTracking, name_of
 from autopar.errors import PolicyError
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.tensor_parallel.region_modules import RegionModule
@@ -151,10 +150,6 @@ class ActivationTracking(ValuelessTracking):
         of_kind = (x for x in tensors_in(value) if (known := self._kinds.get(x)) is not None and known.name == kind)
         return max((maker for x in of_kind if (maker := self._makers.get(x)) is not None), default=None)
 
-    def kind_of(self, tensor: torch.Tensor) -> Kind | None:
-        """Return what is known of a tensor; None: a constant."""
-        return self._kinds.get(tensor)
-
     def _combine(self, kinds: list[Kind]) -> Kind:
         parameters = frozenset().union(*(kind.parameters for kind in kinds))
         names = {kind.name for kind in kinds}
@@ -177,27 +172,6 @@ class ActivationTracking(ValuelessTracking):
         base = base_of(tensor)
         if base is not None and kind == _SHARDED and self._kinds.get(base) is None:
             self._kinds[base] = kind  # a slice of a fresh tensor was written to
-
-
-class TrackedReplay(BlockReplay):
-    """The replay of equal blocks while activations are tracked: outputs get the kinds that the first block's got."""
-
-    def __init__(self, model: nn.Module, groups: Sequence[EqualBlocks], tracking: ActivationTracking) -> None:
-        super().__init__(model, groups)
-        self._tracking = tracking
-
-    def describe(self, tensor: torch.Tensor) -> Any:
-        return (self._tracking.kind_of(tensor),)
-
-    def keep(self, output: torch.Tensor, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
-        kind = self._tracking.kind_of(output)
-        if kind is not None and kind.parameters and all(self._tracking.kind_of(x) != kind for x in arguments):
-            return None  # it names parameters of its own block
-        return form_of(output), kind
-
-    def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
-        form, kind = kept
-        return tensor_of(form) if kind is None else self._tracking.mark(tensor_of(form), kind)
 
 
 MADE_BY = "\n  The activation was made by "

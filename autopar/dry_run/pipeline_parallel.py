@@ -16,21 +16,21 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from transformers import PreTrainedModel
 
 from autopar.compat.tensors import own_buffers
 from autopar.distributed.rng import kept
-from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
-from autopar.dry_run.operators import Form, form_of, tensor_of
 from autopar.errors import UnsupportedModelError, first_line
-from autopar.pipeline_parallel.outputs import Provenance, examine
+from autopar.pipeline_parallel.engine import nodes
+from autopar.pipeline_parallel.outputs import examine
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.pipeline_parallel.stage_forward import (
     StageContext,
@@ -41,7 +41,6 @@ from autopar.pipeline_parallel.stage_forward import (
 from autopar.plan.stages import Reads, StagePlan, elements_of
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
-from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 
 def find_reads(model: nn.Module, policy: Policy | Described) -> Reads | None:
@@ -78,24 +77,21 @@ def trace_reads(
         inputs: small inputs on the meta device.
     """
     start = f"{prefix}." if prefix else ""
-    around = {".".join(path.split(".")[:end]) for path in elements for end in range(1, path.count(".") + 1)}
-    equal = [group for group in equal_blocks(model) if around.isdisjoint(start + path for path in group.paths)]
     no_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    for copied, blocks in ((meta_copy(model, gradients=True), equal), (model, [])):
+    for copied in (meta_copy(model, gradients=True), model):
         device = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
         if copied is model and device.type == "meta":
             return None
         real = {name: torch.zeros_like(value, device=device) for name, value in inputs.items()}
         for variant in _variants(copied, real):
             given = {**variant, **no_cache}
-            for replayed in (blocks, []) if blocks else ([],):
-                try:
-                    reads = _trace(copied, start, elements, encoder, given, replayed)
-                except Exception:  # it does not run so, which says nothing about the model
-                    continue
-                reads.within = start
-                reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=given, equal=replayed)
-                return reads
+            try:
+                reads = _trace(copied, start, elements, encoder, given)
+            except Exception:  # it does not run so, which says nothing about the model
+                continue
+            reads.within = start
+            reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=given)
+            return reads
     return None
 
 
@@ -105,7 +101,6 @@ def _trace(
     elements: tuple[str, ...],
     encoder: int | None,
     inputs: dict[str, Any],
-    equal: Sequence[EqualBlocks],
 ) -> Reads:
     reading = _Reading({id(p): start + name for name, p in model.named_parameters()}, encoder)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -113,7 +108,7 @@ def _trace(
     try:
         for place, path in enumerate(elements):
             hooks.append(modules[path.removeprefix(start)].register_forward_hook(reading.behind(place)))
-        with evaluating(model), _ReadsReplay(model, equal), torch.enable_grad(), warnings.catch_warnings():
+        with evaluating(model), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reading.note(len(elements), model(**inputs))
     finally:
@@ -166,7 +161,8 @@ class _Reading:
     def note(self, place: int, output: Any) -> None:
         tensors: list[torch.Tensor] = []
         map_tensors(output, tensors.append)
-        for leaf, _ in _below([tensor for tensor in tensors if tensor.requires_grad], {}):
+        graph = nodes(get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad)
+        for leaf in (node.variable for node in graph if hasattr(node, "variable")):
             if id(leaf) in self.outputs:
                 origin = self.outputs[id(leaf)]
                 if origin < place - 1 and origin != self.encoder:
@@ -175,101 +171,18 @@ class _Reading:
                 self.reads.parameters.setdefault(self.names[id(leaf)], set()).add(place)
 
 
-class _Again(torch.autograd.Function):
-    """A tensor of a form, computed from others as far as the graph tells."""
-
-    @staticmethod
-    def forward(ctx: Any, form: Form, *read: torch.Tensor) -> torch.Tensor:
-        return tensor_of(form)
-
-
-class _ReadsReplay(BlockReplay):
-    """The replay of equal blocks while their reads are traced: an output hangs on its own block's parameters."""
-
-    def describe(self, tensor: torch.Tensor) -> Any:
-        return (tensor.requires_grad,)
-
-    def keep(self, output: torch.Tensor, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
-        if not output.requires_grad:
-            return form_of(output), (), ()
-        if output.grad_fn is None:
-            return None
-        own = {id(parameter): name for name, parameter in block.named_parameters()}
-        read, names = set(), []
-        ends = {_edge(argument): place for place, argument in enumerate(arguments) if argument.requires_grad}
-        for leaf, end in _below([output], ends):
-            if end is not None:
-                read.add(ends[end])
-            elif id(leaf) in own:
-                names.append(own[id(leaf)])
-            else:
-                return None  # read past the arguments
-        return form_of(output), tuple(names), tuple(sorted(read))
-
-    def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
-        form, names, places = kept
-        made: torch.Tensor = _Again.apply(
-            form, *(block.get_parameter(name) for name in names), *(arguments[place] for place in places)
-        )
-        return made
-
-
-_Edge = tuple[Any, int]
-
-
-def _edge(tensor: torch.Tensor) -> _Edge:
-    """Return where a tensor hangs in the graph: the number of an output of a node; for a leaf the tensor itself."""
-    return (tensor, 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
-
-
-def _below(tensors: list[torch.Tensor], ends: Collection[_Edge]) -> Iterator[tuple[torch.Tensor | None, _Edge | None]]:
-    """Walk the graph that made some tensors, down to its leaves, or to ``ends``: yields the one or the other."""
-    edges = [_edge(tensor) for tensor in tensors]
-    seen = set(edges)
-    while edges:
-        edge = edges.pop()
-        node, _ = edge
-        leaf = node if isinstance(node, torch.Tensor) else getattr(node, "variable", None)
-        if leaf is not None:
-            edge = (leaf, 0)
-        if edge in ends:
-            yield None, edge
-        elif leaf is not None:
-            yield leaf, None
-        else:
-            following = {edge for edge in node.next_functions if edge[0] is not None} - seen
-            seen |= following
-            edges += following
-
-
 def rehearse_stages(
-    model: PreTrainedModel,
-    start: str,
-    plan: StagePlan,
-    inputs: Mapping[str, Any],
-    equal: Sequence[EqualBlocks] = (),
+    model: PreTrainedModel, start: str, plan: StagePlan, inputs: Mapping[str, Any]
 ) -> dict[str, set[int]]:
     """Find the tensors that stages read though the plan does not give them: name -> stages.
 
     Args:
-        model: whole; changed while this runs. Names in the plan begin with ``start``.
-        inputs: with which the whole model runs.
-        equal: blocks of the model that are; with some it is on the meta device.
+        model: The full model, changed while this runs. Names in the plan begin with ``start``.
+        inputs: Arguments with which the full model runs.
 
     Raises:
-        UnsupportedModelError: a stage fails, or needs what no stage could hold.
+        UnsupportedModelError: A stage fails, or needs what no stage could hold.
     """
-    try:
-        return _rehearse(model, start, plan, inputs, equal)
-    except UnsupportedModelError:
-        if not equal:
-            raise
-        return _rehearse(model, start, plan, inputs, ())  # every block speaks for itself
-
-
-def _rehearse(
-    model: PreTrainedModel, start: str, plan: StagePlan, inputs: Mapping[str, Any], equal: Sequence[EqualBlocks]
-) -> dict[str, set[int]]:
     names: dict[int, list[str]] = {}
     by_id: dict[int, torch.Tensor] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
@@ -279,8 +192,7 @@ def _rehearse(
     missing: dict[str, set[int]] = {}
     received: Any = None
     context = StageContext(plan.encoder)
-    replay = _StageReplay(model, equal, context)
-    with torch.no_grad(), warnings.catch_warnings(), evaluating(model), ExitStack() as stack, replay:
+    with torch.no_grad(), warnings.catch_warnings(), evaluating(model), ExitStack() as stack:
         warnings.simplefilter("ignore")
         stack.callback(unmark_boundaries, model, plan, start)
         mark_boundaries(model, plan, context, start)
@@ -308,54 +220,6 @@ def _rehearse(
                 for same in next(same for same in names.values() if same[0] == name):
                     missing.setdefault(same, set()).add(stage)
     return missing
-
-
-class _StageReplay(BlockReplay):
-    """The replay of equal blocks while stages run: of those that hold their tensors, and are given nothing else's."""
-
-    def __init__(self, model: nn.Module, equal: Sequence[EqualBlocks], context: StageContext) -> None:
-        super().__init__(model, equal)
-        self._context = context
-        self._all = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())} if equal else set()
-        self._own = {block: (*block.parameters(), *block.buffers()) for block in self._blocks}
-
-    @property
-    def _provenance(self) -> Provenance | None:
-        return None if self._context.forward is None else self._context.forward.provenance
-
-    def comparable(self, block: nn.Module) -> bool:
-        elsewhere = {id(tensor) for tensor in self._context.placeholders.values()}
-        return elsewhere.isdisjoint(map(id, self._own[block]))
-
-    def describe(self, tensor: torch.Tensor) -> Any:
-        followed = self._provenance
-        return None if followed is None or followed.origins(tensor) else ()
-
-    @contextmanager
-    def running(self, block: nn.Module) -> Iterator[None]:
-        others = self._all - {storage_key(tensor) for tensor in self._own[block]}
-        reads = _Reads()
-        with reads:
-            yield
-        self.alone = reads.storages.isdisjoint(others)
-
-    def keep(self, output: torch.Tensor, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
-        followed = self._provenance
-        return None if followed is None or followed.origins(output) else form_of(output)
-
-    def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
-        return tensor_of(kept)
-
-
-class _Reads(TensorTracking):
-    """Notes the storages of all tensors that are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: set[int | None] = set()
-
-    def track(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.storages |= {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
 
 
 @contextmanager

@@ -5,8 +5,7 @@ A policy can be complete and still wrong: a query projection left replicated bes
 names and shapes of parameters, and some of it not even in logits. So the plan is applied to a copy of the model that
 has shapes but no data, and the copy's own ``forward`` is run while every tensor is tracked: *sharded* from a
 column-parallel layer on, *replicated* from a row-parallel layer or a gather on. Outputs must be replicated and of the
-plain model's shapes. Costs some 50 ms, no memory, no communication, and gives every rank the same result. Only one of
-several equal blocks is computed (:mod:`autopar.dry_run.equal_blocks`). If something looks wrong, all of them are tried.
+plain model's shapes. Costs some 50 ms, no memory, no communication, and gives every rank the same result.
 
 A model whose plain forward does not run on the meta device (attention kernels without shapes, values read in Python)
 has no dry run; then only the checks of the plan hold. A plain module's dry run comes with its first forward
@@ -16,7 +15,7 @@ has no dry run; then only the checks of the plan hold. A plain module's dry run 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -28,8 +27,7 @@ from autopar import registry
 from autopar.compat.tensors import tree_leaves, tree_map_only
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, line_of, made_by, track_modules
-from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
+from autopar.dry_run.activation_tracking import ActivationTracking, line_of, made_by, track_modules
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import warn_no_dry_run
 from autopar.errors import PolicyError, first_line
@@ -79,27 +77,14 @@ def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
 
 
 def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Try a plan with these arguments, as :func:`check_plan`; returns whether the full model runs without data."""
-    equal = equal_blocks(model, plan)
-    expected = None
-    for blocks in (equal, []) if equal else ([],):
-        try:
-            plain, tracking = meta_copy(model), ActivationTracking()
-            TrackedReplay(plain, blocks, tracking)
-            with tracking:
-                expected = shapes_of(run(plain, args, kwargs))
-            break
-        except Exception:  # the plain model does not run on the meta device, whatever the policy
-            continue
-    if expected is None:
+    """Try a plan with these arguments, as :func:`check_plan`; return whether the full model runs without data."""
+    try:
+        with ActivationTracking():
+            expected = shapes_of(run(meta_copy(model), args, kwargs))
+    except Exception:  # the reference model does not run on the meta device, whatever the policy
         return False
     for rank in different_ranks(plan):
-        try:
-            _check_shard(model, plan, rank, equal, expected, args, kwargs)
-        except PolicyError:
-            if not equal:
-                raise
-            _check_shard(model, plan, rank, [], expected, args, kwargs)  # every block speaks for itself
+        _check_shard(model, plan, rank, expected, args, kwargs)
     return True
 
 
@@ -124,7 +109,6 @@ def _check_shard(
     model: nn.Module,
     plan: Plan,
     rank: int,
-    equal: Sequence[EqualBlocks],
     expected: list[tuple[int, ...]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -149,7 +133,6 @@ def _check_shard(
     tracking.mark_inputs((args, kwargs))
     region.tracking = tracking
     track_modules(shard, plan, tracking, stack)
-    TrackedReplay(shard, equal, tracking)
     try:
         with tracking:
             out = run(shard, args, kwargs)

@@ -1,21 +1,27 @@
 """Policies that are complete and still wrong are found before the model is touched."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 from torch import nn
+from transformers import LlamaForCausalLM
 
-from autopar.dry_run.tensor_parallel import check_plan
+from autopar.dry_run.tensor_parallel import check_plan, different_ranks
 from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import AttributePlan
 from autopar.policy.files import policy_folder
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from tests.pool import pooled
 from tests.small import gpt2, llama
+from tests.tensor_parallel.toys import MLP, MLP_RULES, toy, toy_policy
+
+RULES = toy_policy({"ffn": "ffn"}, MLP_RULES)
 
 LLAMA = """
 match: {model_type: [llama]}
@@ -114,6 +120,31 @@ def test_a_model_that_does_not_run_without_data_is_not_rehearsed():
     model = gpt2()
     model.transformer.drop.forward = lambda x: x * float(x.untyped_storage()[0])
     assert not check_plan(model, "", make_plan(model, find_policy(model), 2))
+
+
+def test_a_fault_in_one_of_several_blocks_is_found():
+    model = llama(num_hidden_layers=6)
+    plan = make_plan(model, find_policy(model), 2)
+    path = "model.layers.3.mlp.up_proj"
+    modules = {name: rule for name, rule in plan.modules.items() if name != path}
+    tensors = {**plan.tensors, f"{path}.weight": replace(plan.tensors[f"{path}.weight"], layout=None)}
+    with pytest.raises(PolicyError, match=r"fails in model.layers.3.mlp, where the full model does not"):
+        check_plan(model, "", replace(plan, modules=modules, tensors=tensors))
+
+
+def test_the_last_rank_runs_where_it_is_another():
+    def ranks(model: Any, tp: int) -> list[int]:
+        policy = find_policy(model) if isinstance(model, LlamaForCausalLM) else read_user_policy(RULES)
+        return different_ranks(make_plan(model, policy, tp))
+
+    even = toy(MLP, ffn=4)
+    assert ranks(even, 2) == [0]
+    assert ranks(even, 3) == [0, 2]
+    assert ranks(llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4), 4) == [0, 3]  # KV heads
+    plan = make_plan(even, read_user_policy(RULES), 2)
+    assert different_ranks(replace(plan, attributes=(AttributePlan("", "n", "", 3, (2, 1)),))) == [0, 1]
+    experts = replace(plan.modules["layers.0.up"], rule="experts")
+    assert different_ranks(replace(plan, modules={**plan.modules, "layers.0.up": experts})) == [0, 1]
 
 
 @pooled(world_size=2)

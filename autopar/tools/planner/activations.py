@@ -2,8 +2,8 @@
 
 One rank's shard runs its own ``forward`` at the real batch and sequence, and nothing is estimated: what autograd saves
 is counted by ``saved_tensors_hooks``, each storage once, weights not. Only one of several equal blocks computes
-(:mod:`autopar.dry_run.equal_blocks`), so the size of a model makes no difference to the time. Each block is also run
-backward, to see how much memory that needs beside what is saved.
+(:mod:`autopar.tools.planner.equal_blocks`), so the size of a model makes no difference to the time. Each block is also
+run backward, to see how much memory that needs beside what is saved.
 Everything that differs by block is in its :class:`Unit`.
 """
 
@@ -25,10 +25,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from autopar.compat.tensors import input_metadata, sequence_number, tree_map_only
 from autopar.compat.transformers import recomputed_layers
 from autopar.distributed.rng import kept
-from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
 from autopar.dry_run.operators import Form, autocast_on_meta, form_of, tensor_of
 from autopar.pipeline_parallel.engine import nodes, runs_once, way
 from autopar.tensor_tracking import tensors_in
+from autopar.tools.planner.equal_blocks import BlockReplay, Paths
 from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of
 from autopar.tools.planner.storages import Entry, FusedKernels, Operation, SavedStorages, Storages, alive
 
@@ -91,7 +91,7 @@ class ForwardCounter(BlockReplay):
         self,
         shard: nn.Module,
         elements: Sequence[str],
-        equal: Sequence[EqualBlocks],
+        equal: Sequence[Paths],
         encoder: int | None,
         quantized: Sequence[torch.Tensor],
         save: tuple[str, ...],
@@ -109,7 +109,7 @@ class ForwardCounter(BlockReplay):
             block = shard.get_submodule(path)
             around = any(other.startswith(f"{path}.") for other in inside if other != f"{path}.")
             if "forward" not in vars(block) and not around:  # not the encoder around its blocks
-                self._attach(block, -1 - number, ())
+                self._attach(block, -1 - number)
         self._around = None if encoder is None else shard.get_submodule(elements[encoder])
         self._saved = SavedStorages(storages, (*shard.parameters(), *shard.buffers()))
         self._found: dict[int, Unit] = {}
@@ -213,7 +213,7 @@ class ForwardCounter(BlockReplay):
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
-    def _call(self, block: nn.Module, group: int, differing: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, block: nn.Module, group: int, forward: Any, args: Any, kwargs: Any) -> Any:
         if self._inside_a_block:
             return forward(*args, **kwargs)
         given = [x for x in tensors_in((args, kwargs)) if x.is_meta]
@@ -224,7 +224,7 @@ class ForwardCounter(BlockReplay):
         self._give(given)
 
         self._unit = None
-        out = super()._call(block, group, differing, partial(self._measure, forward), args, kwargs)
+        out = super()._call(block, group, partial(self._measure, forward), args, kwargs)
         unit: Unit | None = self._unit
         if unit is not None:
             unit = self._unit = replace(unit, number=self._recomputed.get(id(block)))
@@ -295,16 +295,13 @@ class ForwardCounter(BlockReplay):
 
     # -- replay ----------------------------------------------------------------------------------------------------
 
-    def describe(self, tensor: torch.Tensor) -> Any:
-        return (tensor.requires_grad,)
-
-    def keep(self, output: torch.Tensor, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
+    def keep(self, output: torch.Tensor, arguments: list[torch.Tensor]) -> Any:
         assert self._unit is not None
         before = [self._saved.number(x) for x in arguments]
         own = self._saved.number(output)
         return _Kept(form_of(output), output.requires_grad, self._unit, before, own, self._first_inside)
 
-    def make(self, kept: _Kept, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
+    def make(self, kept: _Kept, arguments: list[torch.Tensor]) -> Any:
         operations, self._storages.operations = self._storages.operations, None  # that it is made is no work
         made = tensor_of(kept.form).requires_grad_(kept.requires_grad)
         self._storages.operations = operations

@@ -16,7 +16,6 @@ from autopar.compat.transformers import ATTENTION, EXPERTS
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES, MasterWeights, to_half
 from autopar.distributed.axis import Axis
-from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
@@ -27,6 +26,7 @@ from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 from autopar.tools.planner.activations import ForwardCounter
 from autopar.tools.planner.candidate import Candidate, Rows
+from autopar.tools.planner.equal_blocks import Paths, equal_blocks
 from autopar.tools.planner.model_states import ModelStates
 from autopar.tools.planner.stage_costs import ForwardCount
 
@@ -42,7 +42,7 @@ class _Shard(NamedTuple):
 
     inner: Any
     region: Region
-    equal: Sequence[EqualBlocks]
+    equal: Sequence[Paths]
     quantized: Sequence[torch.Tensor]
 
 
@@ -199,11 +199,9 @@ class PlannedModel:
         stored = plan.quantized()
         quantized = [parameter for name, parameter in shard.named_parameters() if name in stored]
         # Seen from the inner model, and without the last block of a list, which makes rows whole again.
-        below, paths = f"{self.prefix}." if self.prefix else "", []
-        for group in equal:
-            inside = (path.removeprefix(below) for path in group.paths if path.startswith(below))
-            paths.append(tuple(path for path in inside if path not in ends))
-        groups = [replace(group, paths=left) for group, left in zip(equal, paths, strict=True) if left]
+        below = f"{self.prefix}." if self.prefix else ""
+        seen = ([path.removeprefix(below) for path in paths if path.startswith(below)] for paths in equal)
+        groups = [tuple(path for path in paths if path not in ends) for paths in seen]
         return _Shard(inner, region, groups, quantized)
 
 

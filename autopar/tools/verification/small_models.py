@@ -1,12 +1,11 @@
-"""Small models with the structure of large ones: the config with small sizes in the place of its own, random weights.
+"""Small models with the structure of large ones: a config with small sizes, and random weights.
 
 Sizes are known by their names. Ratios that matter are kept: grouped keys stay grouped, tied weights stay tied, and one
 layer of each kind stays. ``small_fields.yaml`` lists fields that neither names nor other fields tell. Norms, biases and
 matrices of zeros get random values, since constants hide mistakes.
 
-How features meet does not depend on how many they are, and following each feature of a model of billions takes minutes.
-So a policy is derived from a small model of the class, and tried on the model itself in a dry run, which takes a
-second. The kind of its own loss is measured: the losses of samples beside that of their batch.
+A policy is derived from a small model, since following each feature of billions takes minutes, and tried on the model
+itself in a dry run. The kind of a custom loss is measured: the losses of samples are compared with the batch's loss.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from autopar.policy.match import loss_kind
 from autopar.tools.derivation.derive import derive
 from autopar.tools.verification.batches import make_batches
 
-LARGE = 1 << 24  # parameters; a model with fewer is small enough for what is done with small ones
+_FIELDS = Path(__file__).with_name("small_fields.yaml")
+LARGE = 1 << 24  # parameters; a policy of a smaller model is derived from itself
 
 _HEADS, _KV_HEADS, _WIDTH, _VOCABULARY, _FEATURES = 4, 2, 8, 131, 36
 _LENGTH, _LAYERS, _EXPERTS, _RANK, _PATCHES = 64, 2, 4, 16, 2
@@ -93,7 +93,7 @@ def _shrink(config: PretrainedConfig, block: int = 1) -> None:
         for name, value in vars(config).items():  # one block in each stage, whose widths follow from each other
             if _is_list(value) and re.fullmatch(r"depths?|num_layers|encoder_depths", name):
                 setattr(config, name, type(value)([min(each, 1 if len(value) > 1 else _LAYERS) for each in value]))
-        _set_fields(config, small_fields(config.model_type))
+        _set_fields(config, read_data(_FIELDS).get(config.model_type, {}))
         return
     for each in [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]:
         _shrink(each, block)
@@ -104,7 +104,7 @@ def _shrink(config: PretrainedConfig, block: int = 1) -> None:
         setattr(config, name, value)
     found = vars(config)
     heads = next((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), _HEADS)
-    unset = {"num_key_value_heads": heads, "vocab_size": _VOCABULARY}  # what the code of some models wants
+    unset = {"num_key_value_heads": heads, "vocab_size": _VOCABULARY}  # that the code of some models reads
     unset |= {"head_dim": found["hidden_size"] // heads} if "hidden_size" in found else {}
     for name, value in unset.items():
         if name in found and found[name] is None:
@@ -118,7 +118,7 @@ def _shrink(config: PretrainedConfig, block: int = 1) -> None:
         if inner and type(found.get(count)) is int and type(found.get(width)) is int:
             setattr(config, width, min(found[width], 2 * _WIDTH))
             setattr(config, count, inner // found[width])
-    _set_fields(config, small_fields(config.model_type))
+    _set_fields(config, read_data(_FIELDS).get(config.model_type, {}))
     if hasattr(config, "initializer_range"):
         config.initializer_range = 0.1
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", 0) is None:
@@ -134,7 +134,7 @@ def _numbers(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
 
 
 def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
-    """The fields that are sizes, and what they become; hidden sizes are whole heads."""
+    """Yield the fields that are sizes, and their small values; hidden sizes are multiples of the heads."""
     heads = max((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), default=0)
     hidden = next((value for name, value in _numbers(config) if _HIDDEN.fullmatch(name)), 0)
     for name, value in _numbers(config):
@@ -243,62 +243,32 @@ def _tokens(config: PretrainedConfig, vocabulary: Any) -> Iterator[tuple[str, An
 def build_small(
     kind: type[PreTrainedModel], config: PretrainedConfig, *, dtype: torch.dtype | None = None, block: int = 1
 ) -> PreTrainedModel:
-    """Build a model of a class with a small config and random weights, the same on every rank.
-
-    A class that transformers does not have keeps the sizes of its config where the small ones do not fit each other.
+    """Build a model of a class with a small config and random weights, identical on all ranks.
 
     Args:
-        block: as in :func:`small_config`.
+        block: Divisor of the sizes, as in :func:`small_config`.
 
     Raises:
-        ConfigError: the small config fits no model of the class.
+        ConfigError: The small config fits no model of the class.
     """
     wanted: Any = kind.config_class or PretrainedConfig  # of a model with several towers the config of this class
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
     own = next((each for each in (config, *inner) if isinstance(each, wanted)), config)
-    known = kind.__module__.startswith("transformers.")  # names may not tell the sizes of other classes
+    torch.manual_seed(0)
     try:
-        small = _built(kind, small_config(own, block=block))
-        model = small if known or _runs(small) else _with_its_sizes(kind, own) or small
+        small = small_config(own, block=block)
+        if callable(getattr(small, "validate", None)):
+            small.validate()  # transformers calls it only when a config is saved
+        model: PreTrainedModel = from_config(kind, small)
     except Exception as error:  # whatever a constructor raises
-        if known or (found := _with_its_sizes(kind, own)) is None:
-            raise ConfigError(
-                f"{kind.__name__} cannot be built small: {type_and_text(error, 120)}\n"
-                "  Name a folder with a config of small sizes, or code that returns a small model: my_model.py:make."
-            ) from error
-        model = found
+        raise ConfigError(
+            f"{kind.__name__} cannot be built small: {type_and_text(error, 120)}\n"
+            "  Name a folder with a config of small sizes, or code that returns a small model: my_model.py:make."
+        ) from error
+    randomise(model)
     if dtype is not None:
         nn.Module.to(model, dtype)
     return model
-
-
-def _built(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if callable(getattr(config, "validate", None)):
-        config.validate()  # what it would say only when it is saved
-    model: PreTrainedModel = from_config(kind, copy.deepcopy(config))
-    randomise(model)
-    return model
-
-
-def _with_its_sizes(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel | None:
-    """Build a class with the sizes that its config has; None if it is large, or does not run with them."""
-    try:
-        with torch.device("meta"):
-            empty: Any = from_config(kind, copy.deepcopy(config))
-        model = _built(kind, config) if sum(p.numel() for p in empty.parameters()) < LARGE else None
-        return model if model is not None and _runs(model) else None
-    except Exception:  # whatever a constructor raises
-        return None
-
-
-def _runs(model: PreTrainedModel) -> bool:
-    try:
-        with kept(), torch.no_grad():
-            make_batches(model, count=1, rows=2, length=8)
-    except ConfigError:
-        return False
-    return True
 
 
 def randomise(model: nn.Module) -> nn.Module:
@@ -322,13 +292,8 @@ _Loader.add_constructor("!tuple", lambda loader, node: tuple(loader.construct_se
 
 @functools.cache
 def read_data(path: Path) -> Mapping[str, Any]:
-    """Return what a YAML file of data holds; it is read once, so its readers change nothing in it."""
+    """Return the data of a YAML file, which is read once; callers must not change it."""
     return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-
-
-def small_fields(model_type: str) -> Mapping[str, Any]:
-    """Return the fields that a small config of a model type sets besides; for most there are none."""
-    return read_data(Path(__file__).with_name("small_fields.yaml")).get(model_type, {})
 
 
 _SAMPLES, _TOKENS, _SEEN = 3, 10, 1e-6  # of a batch whose loss is measured; the difference that is one
@@ -338,7 +303,7 @@ def derived_tree(model: PreTrainedModel) -> dict[str, Any]:
     """Return the derived policy of a model as plain data. The model is only read.
 
     Raises:
-        UnsupportedModelError: as :func:`~autopar.tools.derivation.derive.derive`.
+        UnsupportedModelError: The policy cannot be derived.
     """
     tree = None
     if sum(parameter.numel() for parameter in model.parameters()) >= LARGE:
@@ -353,10 +318,7 @@ def derived_tree(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def losses_of(model: PreTrainedModel) -> dict[str, str]:
-    """Return what a policy of the model says under ``loss``: nothing where its class is known.
-
-    A small random model of its class is measured.
-    """
+    """Return the section ``loss`` of the model's policy, measured on a small model; empty where its class is known."""
     if loss_kind(model) is not None:
         return {}
     try:
@@ -370,7 +332,7 @@ def losses_of(model: PreTrainedModel) -> dict[str, str]:
 def measured_kind(model: PreTrainedModel) -> str | None:
     """Return one of :data:`~autopar.policy.schema.LOSSES`; None if the model has no loss, or no inputs are known.
 
-    A copy in fp64 is measured, so that samples whose losses are nearly the same still tell how they are weighed.
+    A copy in fp64 is measured, since losses of samples may be nearly equal.
     """
     with kept(), torch.no_grad():
         try:
@@ -390,14 +352,14 @@ def _measured(model: Any, batch: dict[str, Any]) -> str | None:
         copied = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         return loss_in(model(**copied, **more))
 
-    whole, main_input = loss(batch), getattr(model, "main_input_name", "")
-    if whole is None:
+    expected, main_input = loss(batch), getattr(model, "main_input_name", "")
+    if expected is None:
         return None
     samples = split(batch, batch_size(batch, main_input), 1, None, model.config)
     alone = [loss(sample) for sample in samples]
 
     def close(found: torch.Tensor) -> bool:
-        return torch.allclose(found.double(), whole.double(), rtol=_SEEN, atol=_SEEN)
+        return torch.allclose(found.double(), expected.double(), rtol=_SEEN, atol=_SEEN)
 
     def adds_up(shifted: bool) -> bool:
         weights = weights_of(samples, main_input, "tokens", shifted)
