@@ -45,10 +45,31 @@ _TOWER = ("units", "prefix", "every_stage", "blocks", "suffix", "attributes", "i
 _TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models", "without_kernels", "loss")
 _MATCH = ("model_type", "transformers", "config", "class")
 _BLOCKS = ("path", "modules", "attributes", "inputs")
-_UNIT = ("count", "follows", "replicate", "or_whole", "multiple", "align")
-_BELONGS = {"by_expert": "region", "within": "norm_over"}  # keys that name one more unit, and the kind that takes them
-_FLAGS = {"gather_output": "column", "inside": "column", "split_input": "row", "opens": "region", "closes": "region",
-          "sorted": "region"}  # fmt: skip
+
+
+def _typed(kind: type | tuple[type, ...], words: str, node: Node, what: str) -> Any:
+    if type(node.value) not in (kind if isinstance(kind, tuple) else (kind,)):
+        raise PolicyError(f"'{what}' must be {words}, not {plain(node)!r}", node.where)
+    return node.value
+
+
+def _expression(node: Node, what: str) -> str:
+    return str(node.value)
+
+
+_text: Callable[[Node, str], str] = functools.partial(_typed, str, "text")
+_flag: Callable[[Node, str], bool] = functools.partial(_typed, bool, "true or false")
+_number: Callable[[Node, str], int] = functools.partial(_typed, int, "an integer")
+_UNIT = {"count": _expression, "follows": _text, "replicate": _flag, "or_whole": _flag, "align": _number}
+_OF_KINDS: dict[str, tuple[tuple[str, ...], Any]] = {  # key of a rule -> the kinds that take it; None reads a unit
+    **dict.fromkeys(("gather_output", "inside"), (("column",), _flag)),
+    **dict.fromkeys(("split_input", "enter_output"), (("row",), _flag)),
+    **dict.fromkeys(("opens", "closes", "sorted"), (("region",), _flag)),
+    "dim": (("sharded", "gathered"), _number),
+    "repeat": (("sharded",), _expression),
+    "by_expert": (("region",), None),
+    "within": (("norm_over",), None),
+}
 
 
 def parse_policy(name: str, root: Node) -> Policy:
@@ -143,15 +164,13 @@ def _parse_units(
     units: dict[str, UnitSpec] = {}
     for name, entry in _mapping(node, None, "'units'").items():
         if isinstance(entry.value, dict):
-            spec = _mapping(entry, _UNIT, f"unit '{name}'")
+            spec = _mapping(entry, tuple(_UNIT), f"unit '{name}'")
             if "count" not in spec:
                 raise PolicyError(f"unit '{name}' has no 'count'", entry.where)
-            readers = {"follows": _text, "replicate": _flag, "or_whole": _flag, "multiple": _number, "align": _number}
-            more: dict[str, Any] = {key: reader(spec[key], key) for key, reader in readers.items() if key in spec}
-            for key in ("multiple", "align"):
-                if more.get(key, 1) < 1:
-                    raise PolicyError(f"'{key}' must be at least 1, not {more[key]}", spec[key].where)
-            units[name] = UnitSpec(name, str(spec["count"].value), entry.where, **more)
+            facts: dict[str, Any] = {key: reader(spec[key], key) for key, reader in _UNIT.items() if key in spec}
+            if facts.get("align", 1) < 1:
+                raise PolicyError(f"'align' must be at least 1, not {facts['align']}", spec["align"].where)
+            units[name] = UnitSpec(name, where=entry.where, **facts)
         else:
             counted = literal and type(entry.value) is int
             units[name] = UnitSpec(name, str(entry.value) if counted else _text(entry, name), entry.where)
@@ -191,7 +210,7 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
         left = {key: entry for key, entry in node.value.items() if key not in (name, *numbers)}
         rule = _parse_rule(path, Node({extended.rule: node.value[name], **left}, node.where), units)
         return replace(rule, extension=(name, given))
-    content = _mapping(node, (*KINDS, *_FLAGS, "dim", "repeat", *_BELONGS), f"the rule of {path}")
+    content = _mapping(node, tuple(dict.fromkeys((*KINDS, *_OF_KINDS))), f"the rule of {path}")
     kinds = [kind for kind in KINDS if kind in content]
     if kinds == ["row", "enter_output"]:  # a flag there, a rule by itself elsewhere
         kinds = ["row"]
@@ -204,32 +223,18 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
     parts = _parse_parts(content[kind], kind, units)
     if kind not in LISTED and len(parts) != 1:
         raise PolicyError(f"'{kind}' of {path} takes one unit, not {len(parts)}", node.where)
-    flags: dict[str, Any] = {flag: _flag(content[flag], flag) for flag in _FLAGS if flag in content}
-    for flag in flags:
-        if _FLAGS[flag] != kind:
-            raise PolicyError(f"'{flag}' belongs to '{_FLAGS[flag]}', not to '{kind}' ({path})", content[flag].where)
-    if flags.get("sorted") and BY_EXPERT not in content:
+    facts: dict[str, Any] = {}
+    for key, (owners, reader) in _OF_KINDS.items():
+        if key in content and key != kind:
+            if kind not in owners:
+                belongs = " and ".join(f"'{owner}'" for owner in owners)
+                raise PolicyError(f"'{key}' belongs to {belongs}, not to '{kind}' ({path})", content[key].where)
+            facts[key] = reader(content[key], key) if reader else _parse_unit(content[key], key, units)
+    if facts.get("sorted") and BY_EXPERT not in content:
         raise PolicyError(f"'sorted' needs 'by_expert': it describes the rows of experts ({path})", node.where)
-    if len({"opens", "closes", *(() if flags.get("sorted") else [BY_EXPERT])} & set(content)) > 1:
+    if len({"opens", "closes", *(() if facts.get("sorted") else [BY_EXPERT])} & set(content)) > 1:
         raise PolicyError(f"of 'opens', 'closes' and 'by_expert' one goes with a region ({path})", node.where)
-    if kind == "row" and "enter_output" in content:
-        flags["enter_output"] = _flag(content["enter_output"], "enter_output")
-    if "dim" in content:
-        if kind not in ("sharded", "gathered"):
-            raise PolicyError(
-                f"'dim' belongs to 'sharded' and 'gathered', not to '{kind}' ({path})", content["dim"].where
-            )
-        flags["dim"] = _number(content["dim"], "dim")
-    if "repeat" in content:
-        if kind != "sharded":
-            raise PolicyError(f"'repeat' belongs to 'sharded', not to '{kind}' ({path})", content["repeat"].where)
-        flags["repeat"] = str(content["repeat"].value)
-    for key, owner in _BELONGS.items():
-        if key in content:
-            if kind != owner:
-                raise PolicyError(f"'{key}' belongs to '{owner}', not to '{kind}' ({path})", content[key].where)
-            flags[key] = _parse_unit(content[key], key, units)
-    return Rule(kind, node.where, parts, **flags)
+    return Rule(kind, node.where, parts, **facts)
 
 
 def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[Part, ...]:
@@ -314,17 +319,6 @@ def _mapping(node: Node, known: tuple[str, ...] | None, what: str) -> dict[str, 
                 f"unknown key '{key}' in {what}.{nearest(key, known)} Known: {', '.join(known)}", entry.where
             )
     return node.value
-
-
-def _typed(kind: type | tuple[type, ...], words: str, node: Node, what: str) -> Any:
-    if type(node.value) not in (kind if isinstance(kind, tuple) else (kind,)):
-        raise PolicyError(f"'{what}' must be {words}, not {plain(node)!r}", node.where)
-    return node.value
-
-
-_text: Callable[[Node, str], str] = functools.partial(_typed, str, "text")
-_flag: Callable[[Node, str], bool] = functools.partial(_typed, bool, "true or false")
-_number: Callable[[Node, str], int] = functools.partial(_typed, int, "an integer")
 
 
 @functools.cache

@@ -39,7 +39,6 @@ class UnitSpec:
         follows: the unit whose holder must hold this one too (query heads follow their KV head).
         replicate: with fewer units than ranks, several ranks may hold the same one.
         or_whole: with fewer units than ranks, what is made of them stays whole on every rank.
-        multiple: each rank holds a multiple of that many.
         align: each rank holds a multiple of that many where there are enough for it (kernels want aligned widths).
     """
 
@@ -49,7 +48,6 @@ class UnitSpec:
     follows: str | None = None
     replicate: bool = False
     or_whole: bool = False
-    multiple: int = 1
     align: int = 1
 
 

@@ -13,12 +13,8 @@ import autopar
 from autopar.cli import app
 from autopar.errors import ConfigError
 from autopar.policy.load import read_user_policy
-from autopar.tools.commands import policy
-from autopar.tools.derivation.derive import derive
-from autopar.tools.derivation.reasons import meetings
 from autopar.tools.verification import verify
 from tests.pool import pooled
-from tests.small import llama
 
 ODD = Path(__file__).with_name("odd_model.py")
 
@@ -53,17 +49,6 @@ def test_new_as_json() -> None:
     assert made["policy"]["loss"] == {"OddForCausalLM": "shifted_mean"}
     assert "\nloss: {OddForCausalLM: shifted_mean}\n" in made["text"]
     assert "# Not proven: compare outputs and gradients with the plain model's before you rely on it." in made["text"]
-
-
-def test_the_operation_in_which_all_units_of_a_layer_meet() -> None:
-    """Keys of one head meet in the product with the queries; it is named in the comments and as JSON."""
-    model = llama(num_key_value_heads=1)
-    derived = derive(model)
-    key = "model.layers.*.self_attn.k_proj"
-    met = meetings(model, derived.whole)
-    assert key in derived.whole and met[key] == "bmm in model.layers.*.self_attn"
-    comments = policy._comments("LlamaForCausalLM", derived, met, 0.9, None)
-    assert f"All units of {key} meet in bmm in model.layers.*.self_attn." in comments
 
 
 @pytest.mark.parametrize(

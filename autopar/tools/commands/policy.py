@@ -323,7 +323,6 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
     from autopar.tools.commands.models import heads
     from autopar.tools.derivation.derive import derive
     from autopar.tools.derivation.policy_tree import yaml_text
-    from autopar.tools.derivation.reasons import meetings
     from autopar.tools.verification.small_models import build_small, losses_of
     from autopar.tools.verification.verify import verify
 
@@ -345,23 +344,19 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
         proof = None if report is None else report.raise_if_failed().to_dict()
     except VerificationError as error:
         raise VerificationError(f"the derived policy is wrong, nothing is written: {error}") from None
-    met = meetings(small, derived.whole[:_SHOWN])
     return {
         "policy": tree,
-        "text": yaml_text(tree, _comments(type(built).__name__, derived, met, sharded, report)),
+        "text": yaml_text(tree, _comments(type(built).__name__, derived, sharded, report)),
         "file": None,
         "sharded": sharded,
         "gathered": list(derived.gathered),
         "whole": list(derived.whole),
-        "meetings": met,
         "unseen": list(derived.unseen),
         "proof": proof,
     }
 
 
-def _comments(
-    kind: str, derived: Derived, meetings: dict[str, str], sharded: float, report: Report | None
-) -> list[str]:
+def _comments(kind: str, derived: Derived, sharded: float, report: Report | None) -> list[str]:
     lines = [f"{kind}: derived from its modules and a forward; {sharded:.1%} of its parameters are sharded."]
     if report is None:
         lines.append("Not proven: compare outputs and gradients with the plain model's before you rely on it.")
@@ -371,8 +366,6 @@ def _comments(
         lines.append(f"Sharded, and gathered for a forward that wants all heads: {listed(derived.gathered, _SHOWN)}.")
     if derived.whole:
         lines.append(f"Replicated, since no units were found that never meet: {listed(derived.whole, _SHOWN)}.")
-        for name, operation in meetings.items():
-            lines.append(f"All units of {name} meet in {operation}.")
         lines.append("A layer of one unit is among these: the key projection of one head in multi-query attention.")
     if derived.unseen:
         lines.append(f"Replicated, since the forward did not reach them: {', '.join(derived.unseen)}.")

@@ -245,7 +245,6 @@ class FeatureTracking(ValuelessTracking):
         self.bare_sinks: dict[str, torch.Tensor] = {}  # and the features that each sums over
         self._names, self._bare_source, self._record = names, bare_source, record
         self._marks = WeakTensorKeyDictionary()
-        self.operator = ""  # the operator that is followed
 
     def mark_of(self, tensor: torch.Tensor) -> Mark | None:
         """Return the mark of a tensor; of a parameter that nobody asked for yet, a new one."""
@@ -315,9 +314,7 @@ class FeatureTracking(ValuelessTracking):
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.suspended or name_of(func) in SHAPE_ONLY:
             return
-        self.operator = name_of(func)
         self._follow(func, args, kwargs, result)
-        self.operator = ""
         if self._record is not None:
             self._record(func, args, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
 

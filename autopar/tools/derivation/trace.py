@@ -225,7 +225,6 @@ def trace(
     decisions: Decisions,
     known: Trace | None = None,
     record: Callable[..., None] | None = None,
-    prepare: Callable[[FeatureTracking], None] = lambda tracking: None,
 ) -> Trace:
     """Run the models.
 
@@ -234,7 +233,6 @@ def trace(
         known: a trace of the same decisions, of which the components are taken: all that ever met are together from
             the start.
         record: called behind each operator with the tracking, its arguments and the tensors that it has made.
-        prepare: called with the tracking before the models run.
     """
     root = models[0].model
     shared = Names(root, blocks)
@@ -248,7 +246,6 @@ def trace(
     if known is not None:
         tracking.components = known.tracking.components
         tracking.first_of, tracking.count_of = known.tracking.first_of, known.tracking.count_of
-    prepare(tracking)
     seen = Trace(tracking, shared)
     hooks: list[Any] = []
     for path, module in root.named_modules():
