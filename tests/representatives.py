@@ -80,7 +80,7 @@ def every_fourth(names: Sequence[str], start: int) -> list[str]:
 
 def _structure(tower: Tower) -> Any:
     """What a tower says, without names of modules and config attributes: equal ones are cut and summed alike."""
-    units = {(u.name, u.follows, u.replicate, u.or_whole, u.multiple, u.align) for u in tower.units.values()}
+    units = {(u.name, u.follows, u.replicate, u.or_whole, u.align) for u in tower.units.values()}
     rules = [{_rule(r) for r in rules.values()} for rules in (tower.blocks, tower.prefix, tower.suffix)]
     ratios = [{(r.parts, r.per) for r in rules.values()} for rules in (tower.block_attributes, tower.attributes)]
     inputs = [{(i.unit, i.dim) for i in rules.values()} for rules in (tower.block_inputs, tower.inputs)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.cli.app import Json, Policy, app, errors, print_json
-from autopar.cli.tables import console, filled, lines, shape, size, table
+from autopar.cli.tables import filled, lines, shape, size
 from autopar.errors import listed
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.layout import Layout
 
 _Source = Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")]
-_Target = Annotated[Path, typer.Argument(help="Folder to make; it appears when it is whole.")]
+_Target = Annotated[Path, typer.Argument(help="Folder to make; it appears when it is complete.")]
 _Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the new shards.")]
 _Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of the new shards.")]
 _Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint in DESTINATION.")]
@@ -111,7 +111,7 @@ def reshard(
     _report("resharded", result, destination, as_json)
 
 
-@app.command(short_help="Read shards from end to end, list what is wrong.", epilog="Example: autopar check checkpoint")
+@app.command(short_help="Read shards from end to end, list all damage.", epilog="Example: autopar check checkpoint")
 def check(directory: _Source, as_json: Json = False) -> None:
     """Read a sharded checkpoint from end to end and list everything that is wrong; exit code 1 if anything is."""
     with errors(as_json):
@@ -123,7 +123,7 @@ def check(directory: _Source, as_json: Json = False) -> None:
         print_json(result)
     elif not problems:
         print(
-            f"{directory} is whole: {result['files']} files, {result['tensors']} tensors, {size(result['bytes'])}, "
+            f"{directory} is complete: {result['files']} files, {result['tensors']} tensors, {size(result['bytes'])}, "
             "every checksum as saved, every element in one place"
         )
     else:
@@ -135,7 +135,7 @@ def check(directory: _Source, as_json: Json = False) -> None:
 
 @app.command(short_help="Show mesh, files and tensors of shards.", epilog="Example: autopar inspect checkpoint")
 def inspect(directory: _Source, as_json: Json = False) -> None:
-    """Show what a sharded checkpoint holds: mesh, files, tensors and how they are sharded."""
+    """Show the contents of a sharded checkpoint: mesh, files, tensors and their layouts."""
     with errors(as_json):
         from autopar.checkpoint import Manifest
 
@@ -155,7 +155,7 @@ def _file(path: Path, record: FileRecord) -> dict[str, Any]:
 
 
 def _mesh(manifest: Manifest) -> dict[str, int]:
-    """The sizes with which it was saved, cp only where there were several, ep where it was above tp."""
+    """Return the sizes with which it was saved; cp if above 1, ep if above tp."""
     shards, pp, copies, _ = manifest.sizes
     replicas = copies * manifest.experts // manifest.cp
     sizes = {"tensor": manifest.tp, "pipeline": pp, "data": replicas}
@@ -198,9 +198,9 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def in_words(layout: Layout | None) -> str:
-    """``dim 0: heads 4+4 | kv_heads 1+1 (x 64)``: units of each block on each rank, and elements per unit."""
+    """Return ``dim 0: heads 4+4 | kv_heads 1+1 (x 64)``: units of each block on each rank, and elements per unit."""
     if layout is None:
-        return "whole on every rank"
+        return "full on every rank"
     blocks = []
     for block in layout.blocks:
         counts = [stop - start for start, stop in block.ranges]
@@ -211,27 +211,16 @@ def in_words(layout: Layout | None) -> str:
 
 
 def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> None:
-    from rich.markup import escape
-
-    out = console()
-    mesh = _mesh(manifest)
-    tp, pp, *others = mesh.values()
-    out.print(
-        f"[bold]{escape(str(directory))}[/]: {escape(manifest.model_type)}, {manifest.total_parameters():,} parameters"
-    )
-    names = [f"{name} {size}" for name, size in zip([*mesh][2:], others, strict=True)]
-    out.print(f"tensor_parallel_size {tp}, pipeline_parallel_size {pp}, saved with {', '.join(names)}")
-    out.print(f"policy {escape(manifest.policy)}; {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
+    tp, pp, *others = (f"{name} {size}" for name, size in _mesh(manifest).items())
+    print(f"{directory}: {manifest.model_type}, {manifest.total_parameters():,} parameters")
+    print(f"{tp}, {pp}, saved with {', '.join(others)}")
+    print(f"policy {manifest.policy}; {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
     if manifest.training:
-        out.print(f"to go on training: {', '.join(sorted(manifest.training))}")
-    sizes = table("file", "size", "tensors", "state")
-    for file in files:
-        sizes.add_row(escape(file["name"]), size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
-    out.print(sizes)
-    print("\n".join(lines(filled(_HEADS, list(_tensors(manifest))))))
-
-
-_HEADS = ("tensor", "shape", "dtype", "layout", "saved in", "merged as")
+        print(f"to continue training: {', '.join(sorted(manifest.training))}")
+    sizes = [[file["name"], size(file["bytes"]), str(file["tensors"]), file["state"]] for file in files]
+    tensors = ("tensor", "shape", "dtype", "layout", "saved in", "merged as"), list(_tensors(manifest))
+    for heads, cells in ((("file", "size", "tensors", "state"), sizes), tensors):
+        print("\n".join(lines(filled(heads, cells))))
 
 
 def _tensors(manifest: Manifest) -> Iterator[list[str]]:

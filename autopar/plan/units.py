@@ -133,16 +133,11 @@ class UnitTable:
             ranges = aligned_shards(count, leaders, self.ranges(spec.follows, leaders, size, block))
         elif spec.replicate:
             ranges = replicated_shards(count, size)
-        elif count % spec.multiple:
-            raise ValueError(f"{count} {unit} cannot be sharded in multiples of {spec.multiple}")
         else:
-            each = spec.multiple
-            if count % spec.align == 0 and count // spec.align >= size and spec.align % each == 0:
-                each = spec.align
+            each = spec.align if count % spec.align == 0 and count // spec.align >= size else 1
             ranges = tuple((a * each, b * each) for a, b in even_shards(count // each, size))
         if unit not in self.may_be_empty and any(start == stop for start, stop in ranges):
-            few = f" in multiples of {spec.multiple}" if spec.multiple > 1 else ""
-            raise ValueError(f"{count} {unit} cannot be sharded over {size} ranks{few}")
+            raise ValueError(f"{count} {unit} cannot be sharded over {size} ranks")
         self._ranges[key] = ranges
         return ranges
 

@@ -3,14 +3,14 @@
 ``extends: [fragments/attention_qkvo, fragments/mlp_gated]`` lays the named files under this one. A key of this file
 replaces theirs, ``~`` deletes it. Two of the named files that say different things about the same key are an error
 unless this file decides: order never does. ``extends: {PATH: NAME}`` mounts a file under a path. A file with
-``variants`` holds a policy for each of them, over what stands beside.
+``variants`` holds a policy for each of them, over the rest of the file.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from autopar.policy.yaml_reader import Fail, Node, Where, plain, read_text, yaml
 
 @functools.cache
 def policy_folder() -> Path:
-    """Return the folder of the policies that come with autopar: in the wheel, or beside the package in a checkout."""
+    """Return the folder of the policies that come with autopar: in the wheel, or next to the package in a checkout."""
     inside = Path(__file__).resolve().parents[1] / "_policies"
     return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "policies"
 
@@ -39,7 +39,7 @@ def policy_files() -> tuple[Path, ...]:
 
 @functools.cache
 def policy_text(path: Path) -> str:
-    """Return the text of a file that comes with autopar; empty if it cannot be read (whoever parses it says why)."""
+    """Return the text of a file that comes with autopar; empty if it cannot be read: its parser says why."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -96,17 +96,11 @@ class PolicyName(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where names are looked up.
-
-    Attributes:
-        folder: of the file, searched before that of autopar.
-        seen: the policies on the way here, each extended by the one before.
-        done: the user's policies that are made.
-    """
+    """Where names are looked up: in ``folder`` before autopar's. ``seen``: the policies that led here."""
 
     folder: Path
     seen: tuple[PolicyName, ...]
-    done: dict[PolicyName, Node]
+    done: dict[PolicyName, Node]  # the user's policies that are read
 
 
 _OWN_EXTENDED: dict[PolicyName, Node] = {}
@@ -119,8 +113,7 @@ def extended(name: PolicyName, done: dict[PolicyName, Node], seen: tuple[PolicyN
         folder = name.path.parent
         place = _Place(folder.parent if folder.name == "fragments" else folder, (*seen, name), done)
         root = policy_tree(name.path)
-        variants = variants_of(root)
-        if variants:
+        if variants := variants_of(root):
             common = Node({key: entry for key, entry in root.value.items() if key != "variants"}, root.where)
             known[name] = _extend(variants[name.variant], place, _extend(common, place))
         else:
@@ -146,14 +139,14 @@ def variants_of(root: Node) -> dict[str, Node]:
         raise PolicyError(f"'variants' must hold policies by name, not {plain(variants)!r}", variants.where)
     for name, own in variants.value.items():
         if not _VARIANT.fullmatch(name):
-            raise PolicyError(f"'{name}' is no name of a variant: letters, digits, '-' and '_'", own.where)
+            raise PolicyError(f"'{name}' is not a name of a variant: letters, digits, '-' and '_'", own.where)
         if not isinstance(own.value, dict) or "match" not in own.value:
             raise PolicyError(f"variant '{name}' has no 'match', which says for which models it holds", own.where)
     return dict(variants.value)
 
 
 def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
-    """``node`` over what it extends, and over what is ``common`` to the variants of its file."""
+    """Return ``node`` over the files that it extends, and over ``common``, the rest of a file with variants."""
     if not isinstance(node.value, dict):
         raise PolicyError("a policy must hold keys", node.where)
     own = dict(node.value)
@@ -172,12 +165,13 @@ def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
         }
         own["towers"] = Node(inner, towers.where)
     top = Node(own, node.where)
-    if _has(own.get("match"), "model_type"):  # the range of what is extended is that of other model types
+    if _has(own.get("match"), "model_type"):  # the range in an extended file holds for other model types
         for number, layer in enumerate(layers):
             if _has(layer, "match", "transformers"):
                 kept = {key: entry for key, entry in layer.value["match"].value.items() if key != "transformers"}
                 layers[number] = Node({**layer.value, "match": Node(kept, layer.where)}, layer.where)
-    return overlay(merge(layers, top) if layers else Node({}, node.where), top)
+    united = functools.partial(_merge, decider=top)
+    return overlay(functools.reduce(united, layers) if layers else Node({}, node.where), top)
 
 
 def _has(node: Node | None, *keys: str) -> bool:
@@ -197,14 +191,18 @@ def _layers(extends: Node, place: _Place, *, in_block: bool = False) -> list[Nod
             extends.where,
         )
     found: list[Node] = []
+    mount = _mounted_in_block if in_block else _mounted_in_model
     for entry in extends.value if isinstance(extends.value, list) else [extends]:
         if not isinstance(entry.value, dict):
             found.append(_named(entry, place))
             continue
-        mount = mounted_in_block if in_block else mounted_in_model
         for path, names in entry.value.items():
             for name in names.value if isinstance(names.value, list) else [names]:
-                found.append(mount(_named(name, place), path, name.value, name.where))
+                tree = _named(name, place)
+                if not _PATH.fullmatch(path):
+                    raise PolicyError(f"'{path}' is not the path of a module to mount a file under", name.where)
+                content = {key: part for key, part in tree.value.items() if key not in ("match", "loss")}
+                found.append(mount(Node(content, tree.where), path, name))
     if not found:
         raise PolicyError("'extends' names no file", extends.where)
     return found
@@ -252,13 +250,7 @@ def _own_variants() -> dict[str, Path]:
 
 _PATH = re.compile(r"([\w-]+|\*)\??(\.([\w-]+|\*)\??)*")
 _OF_BLOCK = re.compile(r"(?<![\w.])block\.")
-_IN_MODEL = (
-    "prefix",
-    "every_stage",
-    "suffix",
-    "attributes",
-    "inputs",
-)  # sections whose keys are paths in the base model
+_IN_MODEL = ("prefix", "every_stage", "suffix", "attributes", "inputs")  # their keys are paths in the base model
 _IN_BLOCK = ("modules", "attributes", "inputs")
 
 
@@ -282,15 +274,8 @@ def overlay(base: Node, top: Node) -> Node:
     return Node(merged, top.where)
 
 
-def merge(layers: Iterable[Node], decider: Node) -> Node:
+def _merge(left: Node, right: Node, decider: Node | None, path: tuple[str, ...] = ()) -> Node:
     """Unite trees that must not contradict each other, unless ``decider`` has a word on the same key."""
-    first, *others = layers
-    for layer in others:
-        first = _merge(first, layer, decider, ())
-    return first
-
-
-def _merge(left: Node, right: Node, decider: Node | None, path: tuple[str, ...]) -> Node:
     if not (isinstance(left.value, dict) and isinstance(right.value, dict)) or _is_rule(left) or _is_rule(right):
         if decider is None and plain(left) != plain(right):
             raise PolicyError(f"'{'.'.join(path)}' contradicts {right.where}; say here which holds", left.where)
@@ -306,11 +291,10 @@ def _is_rule(node: Node) -> bool:
     return isinstance(node.value, dict) and bool({*KINDS, BY_EXPERT, "count"} & set(node.value))
 
 
-def mounted_in_model(tree: Node, path: str, name: str, where: Where) -> Node:
+def _mounted_in_model(tree: Node, path: str, name: Node) -> Node:
     """Return the tower ``tree`` with all its paths below ``path`` of the base model. ``name`` is its file."""
-    _check_path(path, where)
-    content = {key: entry for key, entry in tree.value.items() if key not in ("match", "loss")}
-    _allow(content, ("units", "config", "blocks", "models", "without_kernels", *_IN_MODEL), name, path, where)
+    content = dict(tree.value)
+    _allow(content, ("units", "config", "blocks", "models", "without_kernels", *_IN_MODEL), path, name)
     for section in _IN_MODEL:
         if section in content:
             content[section] = _below(content[section], path)
@@ -324,22 +308,22 @@ def mounted_in_model(tree: Node, path: str, name: str, where: Where) -> Node:
     return Node(content, tree.where)
 
 
-def mounted_in_block(tree: Node, path: str, name: str, where: Where) -> Node:
+def _mounted_in_block(tree: Node, path: str, name: Node) -> Node:
     """Return the fragment ``tree`` with its modules, and its ``block.x``, below ``path`` of each block."""
-    _check_path(path, where)
-    content = {key: entry for key, entry in tree.value.items() if key not in ("match", "loss")}
-    _allow(content, ("units", "blocks"), name, path, where)
+    content = dict(tree.value)
+    _allow(content, ("units", "blocks"), path, name)
     blocks = content.get("blocks")
     if blocks is not None and isinstance(blocks.value, dict):
-        _allow(blocks.value, _IN_BLOCK, name, path, where, "blocks.")
-        content["blocks"] = Node(
-            {section: _below(entry, path) for section, entry in blocks.value.items()}, blocks.where
-        )
+        _allow(blocks.value, _IN_BLOCK, path, name, "blocks.")
+        below = {section: _below(entry, path) for section, entry in blocks.value.items()}
+        content["blocks"] = Node(below, blocks.where)
     inside = "block." + path.replace("?", "") + "."
 
     def moved(text: str, place: Where) -> str:
         if "*" in path and _OF_BLOCK.search(text):
-            raise PolicyError(f"'{text}' is of one module; '{name}' is mounted under '{path}', which are many", place)
+            raise PolicyError(
+                f"'{text}' is of one module; '{name.value}' is mounted under '{path}', which are many", place
+            )
         return _OF_BLOCK.sub(inside, text)
 
     return _texts(Node(content, tree.where), moved)
@@ -360,18 +344,11 @@ def _texts(node: Node, change: Callable[[str, Where], str]) -> Node:
     return Node(change(node.value, node.where), node.where) if isinstance(node.value, str) else node
 
 
-def _check_path(path: str, where: Where) -> None:
-    if not _PATH.fullmatch(path):
-        raise PolicyError(f"'{path}' is no path of a module, under which a file can be mounted", where)
-
-
-def _allow(
-    content: dict[str, Node], known: tuple[str, ...], name: str, path: str, where: Where, section: str = ""
-) -> None:
+def _allow(content: dict[str, Node], known: tuple[str, ...], path: str, name: Node, section: str = "") -> None:
     for key, entry in content.items():
         if key not in known:
             raise PolicyError(
-                f"'{name}' cannot be mounted under '{path}': it has '{section}{key}' ({entry.where}). "
-                f"What is mounted has {', '.join(section + other for other in known)}",
-                where,
+                f"'{name.value}' cannot be mounted under '{path}': it has '{section}{key}' ({entry.where}). "
+                f"A mounted file has {', '.join(section + other for other in known)}",
+                name.where,
             )

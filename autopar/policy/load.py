@@ -45,17 +45,38 @@ _TOWER = ("units", "prefix", "every_stage", "blocks", "suffix", "attributes", "i
 _TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models", "without_kernels", "loss")
 _MATCH = ("model_type", "transformers", "config", "class")
 _BLOCKS = ("path", "modules", "attributes", "inputs")
-_UNIT = ("count", "follows", "replicate", "or_whole", "multiple", "align")
-_BELONGS = {"by_expert": "region", "within": "norm_over"}  # keys that name one more unit, and the kind that takes them
-_FLAGS = {"gather_output": "column", "inside": "column", "split_input": "row", "opens": "region", "closes": "region",
-          "sorted": "region"}  # fmt: skip
+
+
+def _typed(kind: type | tuple[type, ...], words: str, node: Node, what: str) -> Any:
+    if type(node.value) not in (kind if isinstance(kind, tuple) else (kind,)):
+        raise PolicyError(f"'{what}' must be {words}, not {plain(node)!r}", node.where)
+    return node.value
+
+
+def _expression(node: Node, what: str) -> str:
+    return str(node.value)
+
+
+_text: Callable[[Node, str], str] = functools.partial(_typed, str, "text")
+_flag: Callable[[Node, str], bool] = functools.partial(_typed, bool, "true or false")
+_number: Callable[[Node, str], int] = functools.partial(_typed, int, "an integer")
+_UNIT = {"count": _expression, "follows": _text, "replicate": _flag, "or_whole": _flag, "align": _number}
+_OF_KINDS: dict[str, tuple[tuple[str, ...], Any]] = {  # key of a rule -> the kinds that take it; None reads a unit
+    **dict.fromkeys(("gather_output", "inside"), (("column",), _flag)),
+    **dict.fromkeys(("split_input", "enter_output"), (("row",), _flag)),
+    **dict.fromkeys(("opens", "closes", "sorted"), (("region",), _flag)),
+    "dim": (("sharded", "gathered"), _number),
+    "repeat": (("sharded",), _expression),
+    "by_expert": (("region",), None),
+    "within": (("norm_over",), None),
+}
 
 
 def parse_policy(name: str, root: Node) -> Policy:
     """Read a policy from its merged tree (``extends`` already resolved).
 
     Raises:
-        PolicyError: with file and line, for unknown keys and rules, wrong types, undefined units.
+        PolicyError: Unknown keys and rules, wrong types, undefined units, with file and line.
     """
     top = _mapping(root, _TOP, f"policy '{name}'")
     own = {"prefix", "suffix", "head"} if "match" not in top else set[str]()  # a plain module may have no blocks
@@ -113,7 +134,7 @@ def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mappi
 
 
 def _parse_versions(match: Mapping[str, Node], model_types: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """The range of transformers versions, and the ranges of single model types."""
+    """Return the range of transformers versions, and the ranges of single model types."""
     node = match.get("transformers")
     if node is None:
         return SUPPORTED, {}
@@ -139,19 +160,17 @@ def _parse_names(match: Mapping[str, Node], key: str) -> tuple[str, ...]:
 def _parse_units(
     node: Node, outer: Mapping[str, UnitSpec] | None = None, *, literal: bool = False
 ) -> dict[str, UnitSpec]:
-    """``literal``: a count may be a number. A policy for a model type holds for models of all sizes."""
+    """Read units; if ``literal``, a count may be a number. A policy for a model type holds for models of all sizes."""
     units: dict[str, UnitSpec] = {}
     for name, entry in _mapping(node, None, "'units'").items():
         if isinstance(entry.value, dict):
-            spec = _mapping(entry, _UNIT, f"unit '{name}'")
+            spec = _mapping(entry, tuple(_UNIT), f"unit '{name}'")
             if "count" not in spec:
                 raise PolicyError(f"unit '{name}' has no 'count'", entry.where)
-            readers = {"follows": _text, "replicate": _flag, "or_whole": _flag, "multiple": _number, "align": _number}
-            more: dict[str, Any] = {key: reader(spec[key], key) for key, reader in readers.items() if key in spec}
-            for key in ("multiple", "align"):
-                if more.get(key, 1) < 1:
-                    raise PolicyError(f"'{key}' must be at least 1, not {more[key]}", spec[key].where)
-            units[name] = UnitSpec(name, str(spec["count"].value), entry.where, **more)
+            facts: dict[str, Any] = {key: reader(spec[key], key) for key, reader in _UNIT.items() if key in spec}
+            if facts.get("align", 1) < 1:
+                raise PolicyError(f"'align' must be at least 1, not {facts['align']}", spec["align"].where)
+            units[name] = UnitSpec(name, where=entry.where, **facts)
         else:
             counted = literal and type(entry.value) is int
             units[name] = UnitSpec(name, str(entry.value) if counted else _text(entry, name), entry.where)
@@ -191,7 +210,7 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
         left = {key: entry for key, entry in node.value.items() if key not in (name, *numbers)}
         rule = _parse_rule(path, Node({extended.rule: node.value[name], **left}, node.where), units)
         return replace(rule, extension=(name, given))
-    content = _mapping(node, (*KINDS, *_FLAGS, "dim", "repeat", *_BELONGS), f"the rule of {path}")
+    content = _mapping(node, tuple(dict.fromkeys((*KINDS, *_OF_KINDS))), f"the rule of {path}")
     kinds = [kind for kind in KINDS if kind in content]
     if kinds == ["row", "enter_output"]:  # a flag there, a rule by itself elsewhere
         kinds = ["row"]
@@ -204,32 +223,18 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
     parts = _parse_parts(content[kind], kind, units)
     if kind not in LISTED and len(parts) != 1:
         raise PolicyError(f"'{kind}' of {path} takes one unit, not {len(parts)}", node.where)
-    flags: dict[str, Any] = {flag: _flag(content[flag], flag) for flag in _FLAGS if flag in content}
-    for flag in flags:
-        if _FLAGS[flag] != kind:
-            raise PolicyError(f"'{flag}' belongs to '{_FLAGS[flag]}', not to '{kind}' ({path})", content[flag].where)
-    if flags.get("sorted") and BY_EXPERT not in content:
+    facts: dict[str, Any] = {}
+    for key, (owners, reader) in _OF_KINDS.items():
+        if key in content and key != kind:
+            if kind not in owners:
+                belongs = " and ".join(f"'{owner}'" for owner in owners)
+                raise PolicyError(f"'{key}' belongs to {belongs}, not to '{kind}' ({path})", content[key].where)
+            facts[key] = reader(content[key], key) if reader else _parse_unit(content[key], key, units)
+    if facts.get("sorted") and BY_EXPERT not in content:
         raise PolicyError(f"'sorted' needs 'by_expert': it describes the rows of experts ({path})", node.where)
-    if len({"opens", "closes", *(() if flags.get("sorted") else [BY_EXPERT])} & set(content)) > 1:
-        raise PolicyError(f"of 'opens', 'closes' and 'by_expert' one goes with a region ({path})", node.where)
-    if kind == "row" and "enter_output" in content:
-        flags["enter_output"] = _flag(content["enter_output"], "enter_output")
-    if "dim" in content:
-        if kind not in ("sharded", "gathered"):
-            raise PolicyError(
-                f"'dim' belongs to 'sharded' and 'gathered', not to '{kind}' ({path})", content["dim"].where
-            )
-        flags["dim"] = _number(content["dim"], "dim")
-    if "repeat" in content:
-        if kind != "sharded":
-            raise PolicyError(f"'repeat' belongs to 'sharded', not to '{kind}' ({path})", content["repeat"].where)
-        flags["repeat"] = str(content["repeat"].value)
-    for key, owner in _BELONGS.items():
-        if key in content:
-            if kind != owner:
-                raise PolicyError(f"'{key}' belongs to '{owner}', not to '{kind}' ({path})", content[key].where)
-            flags[key] = _parse_unit(content[key], key, units)
-    return Rule(kind, node.where, parts, **flags)
+    if len({"opens", "closes", *(() if facts.get("sorted") else [BY_EXPERT])} & set(content)) > 1:
+        raise PolicyError(f"of 'opens', 'closes' and 'by_expert' a region takes one ({path})", node.where)
+    return Rule(kind, node.where, parts, **facts)
 
 
 def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[Part, ...]:
@@ -316,17 +321,6 @@ def _mapping(node: Node, known: tuple[str, ...] | None, what: str) -> dict[str, 
     return node.value
 
 
-def _typed(kind: type | tuple[type, ...], words: str, node: Node, what: str) -> Any:
-    if type(node.value) not in (kind if isinstance(kind, tuple) else (kind,)):
-        raise PolicyError(f"'{what}' must be {words}, not {plain(node)!r}", node.where)
-    return node.value
-
-
-_text: Callable[[Node, str], str] = functools.partial(_typed, str, "text")
-_flag: Callable[[Node, str], bool] = functools.partial(_typed, bool, "true or false")
-_number: Callable[[Node, str], int] = functools.partial(_typed, int, "an integer")
-
-
 @functools.cache
 def own_policies() -> Mapping[str, Policy]:
     """Read all policies that come with autopar: name of the file, or of its variant -> policy."""
@@ -335,20 +329,12 @@ def own_policies() -> Mapping[str, Policy]:
 
 
 def load_policies(path: Path) -> tuple[Policy, ...]:
-    """Read the policy of a file, or those of its variants; of files that come with autopar once in a process.
-
-    Raises:
-        PolicyError: with file and line.
-    """
+    """Read the policies of a file, one for each variant; once in a process if the file comes with autopar."""
     return _load_own(path) if comes_with_autopar(path) else _load(path)
 
 
 def load_policy(path: Path) -> Policy:
-    """Read the one policy of a file.
-
-    Raises:
-        PolicyError: with file and line; also for a file with variants, if none of them has the name of the file.
-    """
+    """Read the policy of a file; of a file with variants, the one with the name of the file."""
     found = load_policies(path)
     if len(found) == 1:
         return found[0]
@@ -371,12 +357,12 @@ _load_own = functools.cache(_load)
 
 
 def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: str = "policy dict") -> Policy:
-    """Read a policy from a path, a dict, YAML text, or take a ready one.
+    """Read a policy from a path, a dict or YAML text; return a :class:`Policy` as it is.
 
-    ``extends`` finds files beside the given file first, then those that come with autopar.
+    ``extends`` finds files next to the given file first, then autopar's.
 
     Args:
-        place: how errors call a dict.
+        place: Name of a dict in errors.
     """
     if isinstance(source, Policy):
         return source
@@ -387,7 +373,7 @@ def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: 
             known = own_policies().keys() | {kind for policy in own_policies().values() for kind in policy.model_types}
             own = (
                 f".\n  autopar comes with one of the name {text}, and finds it by the model's type: leave policy= out."
-                f"\n  One of your own can build on it: policy={{'extends': '{text}', ...}}"
+                f"\n  Your own can build on it: policy={{'extends': '{text}', ...}}"
             )
             more = own if text in known else ""
             raise PolicyError(f"policy file '{path}' does not exist; a policy is a path, a dict or YAML text{more}")

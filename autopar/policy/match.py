@@ -1,8 +1,8 @@
 """Which policy describes a model: one that is given, one that lists its ``model_type``, or one that is derived.
 
-A ``model_type`` is listed in the policies and never guessed. Where no policy lists it, a ``tp_plan`` that transformers
-ships with the model says that somebody shards such models. It names modules and styles, and nothing of what features
-are made of. So the policy is derived from what ``forward`` computes, and not read off the plan.
+A ``model_type`` is listed in the policies and never guessed. If no policy lists it, a ``tp_plan`` that transformers
+ships with the model shows that such models can be sharded. It names modules and styles, but not the units of their
+features, so the policy is derived from the computations of ``forward``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from autopar.policy.schema import DERIVED, Policy
 
 
 def model_inside(root: nn.Module, policy: Policy | None) -> tuple[str, Any]:
-    """The path and the model in ``root`` that is parallelized.
+    """Return the path and the model in ``root`` that is parallelized.
 
-    That is the Hugging Face model inside (often ``root`` itself), or ``root`` if it holds none, or if the policy that
-    was given matches no model type: then it describes ``root``.
+    It is the Hugging Face model inside (often ``root`` itself). A given policy without model types describes ``root``,
+    as does one where ``root`` holds no Hugging Face model.
 
     Raises:
         UnsupportedModelError: there is no Hugging Face model and no policy was given, or there are several.
@@ -41,15 +41,13 @@ def model_inside(root: nn.Module, policy: Policy | None) -> tuple[str, Any]:
     """
     if uses_peft(root):
         registry.need("peft", f"the adapters of {type(root).__name__} (PEFT)")
-    if policy is not None and not policy.model_types:
-        return "", root
-    if policy is not None and not _hugging_face_models(root):
+    if policy is not None and not (policy.model_types and _hugging_face_models(root)):
         return "", root
     return hugging_face_model(root)
 
 
 def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
-    """The Hugging Face model inside ``root`` (often ``root`` itself) and its path.
+    """Return the path and the one Hugging Face model inside ``root`` (often ``root`` itself).
 
     Raises:
         UnsupportedModelError: there is none, or more than one.
@@ -60,7 +58,7 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
     if not found:
         raise UnsupportedModelError(
             f"{type(root).__name__} is no Hugging Face model and holds none: autopar has no policy for it.\n"
-            "  A module of your own needs one that says what its weights are made of:\n"
+            "  A custom module needs one that lists the units of its weights:\n"
             "    policy = {'units': {'ffn': 'inferred'}, 'blocks': {'path': 'layers', 'modules':\n"
             "              {'norm': 'replicated', 'up': {'column': 'ffn'}, 'down': {'row': 'ffn'}}}}\n"
             "    model = autopar.initialize(model, config, policy=policy)\n"
@@ -75,7 +73,7 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
 
 
 def _hugging_face_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
-    """The outermost ones."""
+    """Return the outermost Hugging Face models in ``root``, with their paths."""
     if isinstance(root, PreTrainedModel):
         return [("", root)]
     found: list[tuple[str, PreTrainedModel]] = []
@@ -87,7 +85,7 @@ def _hugging_face_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
 
 
 def base_of(model: nn.Module) -> tuple[str, nn.Module]:
-    """The base model inside a task model, and its path; of anything else the model itself."""
+    """Return the path and the base model inside a task model; of any other module the module itself."""
     name = model.base_model_prefix if isinstance(model, PreTrainedModel) else ""
     base = getattr(model, name, None) if name else None
     return (name, base) if isinstance(base, nn.Module) else ("", model)
@@ -102,7 +100,7 @@ def config_of(model: nn.Module) -> Any:
 
 
 def model_type_of(model: nn.Module) -> str:
-    """``model_type`` of its config; of a plain module the name of its class."""
+    """Return the ``model_type`` of a model's config; for a module without one, the name of its class."""
     return str(getattr(config_of(model), "model_type", type(model).__name__))
 
 
@@ -137,14 +135,13 @@ def supported_model_types() -> dict[str, str]:
 
 
 def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
-    """Find the policy of ``model``: the user's if given (path, dict or YAML text), else the one that matches.
+    """Find the policy of ``model``: the given one (path, dict or YAML text), else the one that matches.
 
-    For a model type that no policy lists one is derived, if transformers ships a ``tp_plan`` with the model.
+    If no policy lists the model type and transformers ships a ``tp_plan`` with the model, a policy is derived.
 
     Raises:
-        UnsupportedModelError: no file lists the model type, and none can be derived; says which policy is nearest and
-            how to use it.
-        PolicyError: two files match, or the user's policy is for another model type.
+        UnsupportedModelError: No policy lists the model type, and none can be derived.
+        PolicyError: Two policies match, or the given one is for another model type.
     """
     if policy is not None:
         chosen = read_user_policy(policy)
@@ -198,8 +195,8 @@ class Described:
 
     Args:
         root: The model that the user gave.
-        prefix: The path in ``root`` of the model that is parallelized.
-        model: That model: a Hugging Face model, or ``root``.
+        prefix: The path in ``root`` of ``model``.
+        model: The model that is parallelized: a Hugging Face model, or ``root``.
         policy: Its policy.
     """
 
@@ -231,7 +228,7 @@ _LISTS = re.compile(r"model_type\W*?:[ \t]*(\[[^]]*\]|[^\s#,{}\[\]]+)?")
 
 def _may_list(path: Path, model_type: str, word: re.Pattern[str]) -> bool:
     text = policy_text(path)
-    if model_type not in text:  # it lists others, or cannot be read, or takes them from what it extends
+    if model_type not in text:  # it lists other types, or cannot be read, or extends a file with types
         return "model_type" not in text
     lists = _LISTS.findall(text)
     return not all(lists) or any(word.search(listed) for listed in lists)
@@ -242,7 +239,7 @@ def _check_version(policy: Policy, config: PretrainedConfig) -> None:
     try:
         versions = SpecifierSet(wanted)
     except InvalidSpecifier as error:
-        raise PolicyError(f"'{wanted}' is no version range", policy.where) from error
+        raise PolicyError(f"'{wanted}' is not a version range", policy.where) from error
     if not versions.contains(transformers_version, prereleases=True):
         raise UnsupportedModelError(
             f"the policy for model_type '{config.model_type}' holds for transformers {wanted}, "
@@ -261,28 +258,22 @@ def given_policy(
     """Return the policy that is given for a model; None if none is. Every rank gets the same.
 
     Args:
-        policy: path, dict, YAML text or a ready one; ``"derive"`` derives one from the model's structure.
-        configured: the configuration's ``policy``, which holds where ``policy`` is None.
+        policy: Path, dict, YAML text or :class:`Policy`; ``"derive"`` derives one from the model's structure.
+        configured: The configuration's ``policy``, used if ``policy`` is None.
 
     Raises:
-        PolicyError, UnsupportedModelError: it cannot be read, or derived.
+        PolicyError, UnsupportedModelError: It cannot be read, or derived.
     """
-    if policy is None:
-        policy = configured or None
-    if policy is None:
+    if policy is None and not configured:
         return None
-    if isinstance(policy, str | Path) and str(policy) == DERIVE:
-        _, inner = hugging_face_model(model)
-        return _derived_policy(inner)
-    return read_user_policy(policy)
+    chosen = configured if policy is None else policy
+    if isinstance(chosen, str | Path) and str(chosen) == DERIVE:
+        return _derived_policy(hugging_face_model(model)[1])
+    return read_user_policy(chosen)
 
 
 def _derived_policy(model: PreTrainedModel) -> Policy:
-    """Derive the policy of a model from one forward without data.
-
-    Raises:
-        UnsupportedModelError: nothing of it can be sharded, or it does not run without data.
-    """
+    """Derive the policy of a model from one forward without data."""
     registry.need("tools", f"a policy that is derived from {type(model).__name__}")
     if not dist.is_initialized() or dist.get_rank() == 0:
         kind = type(model).__name__
@@ -299,7 +290,7 @@ def _ships_plan(model: PreTrainedModel) -> bool:
     return bool(of_base) or any(pattern.startswith(f"{name}." if name else "") for pattern in named)
 
 
-# The losses of transformers' classes by the end of their names. All others are means, if their policy names none.
+# The losses of transformers' classes by the end of their names. All other losses are means, unless a policy names them.
 _USUAL = {
     "ForCausalLM": "loss_function",
     "ForConditionalGeneration": "loss_function",
@@ -313,11 +304,10 @@ def loss_kind(model: Any, given: Policy | None = None) -> str | None:
     """Return the kind of a model's own loss, one of :data:`~autopar.policy.schema.LOSSES`; None if nothing says it.
 
     The kind is a fact about the class that defines ``forward``: a class that inherits it has the same loss, and one
-    that has a ``forward`` or a ``loss_function`` of its own may have another.
+    that defines ``forward`` or ``loss_function`` may have another.
 
     Args:
-        given: the user's policy, which may name any class. The policies that autopar has for the model's type speak of
-            classes of transformers alone.
+        given: The user's policy, which may name any class. Those that come with autopar name classes of transformers.
     """
     classes = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("autopar.")]
     own = {"forward", "loss_function"} if isinstance(model, PreTrainedModel) else {"forward"}

@@ -13,12 +13,8 @@ import autopar
 from autopar.cli import app
 from autopar.errors import ConfigError
 from autopar.policy.load import read_user_policy
-from autopar.tools.commands import policy
-from autopar.tools.derivation.derive import derive
-from autopar.tools.derivation.reasons import meetings
 from autopar.tools.verification import verify
 from tests.pool import pooled
-from tests.small import llama
 
 ODD = Path(__file__).with_name("odd_model.py")
 
@@ -55,22 +51,14 @@ def test_new_as_json() -> None:
     assert "# Not proven: compare outputs and gradients with the plain model's before you rely on it." in made["text"]
 
 
-def test_the_operation_in_which_all_units_of_a_layer_meet() -> None:
-    """Keys of one head meet in the product with the queries; it is named in the comments and as JSON."""
-    model = llama(num_key_value_heads=1)
-    derived = derive(model)
-    key = "model.layers.*.self_attn.k_proj"
-    met = meetings(model, derived.whole)
-    assert key in derived.whole and met[key] == "bmm in model.layers.*.self_attn"
-    comments = policy._comments("LlamaForCausalLM", derived, met, 0.9, None)
-    assert f"All units of {key} meet in bmm in model.layers.*.self_attn." in comments
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("lama", "'lama' is no folder with a config.json and no model type of transformers"),
-        (f"{ODD}:Mix", "Mix needs config; name a function without arguments that returns a model"),
+        ("lama", "'lama' is not a folder with a config.json or a model type of transformers"),
+        (
+            f"{ODD}:Mix",
+            "Mix: missing a required argument: 'config'; name a function without arguments that returns a model",
+        ),
         (
             f"{ODD}:make_plain",
             "Linear is no Hugging Face model: 'policy new' needs a PreTrainedModel, of which the inputs",
@@ -121,7 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_remote_code_is_run_where_it_is_trusted(folder: Path, tmp_path: Path) -> None:
     refused = run("policy", "new", folder)
     assert refused.exit_code == 1
-    assert refused.stderr == f"error: {folder} comes with code of its own: --trust-remote-code runs it\n"
+    assert refused.stderr == f"error: {folder} comes with its own code: --trust-remote-code runs it\n"
     policy = tmp_path / "odd.yaml"
     made = run("policy", "new", folder, "--trust-remote-code", "-o", policy)
     assert made.exit_code == 0, made.stderr

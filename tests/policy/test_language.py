@@ -21,8 +21,8 @@ def test_the_new_keys_are_read() -> None:
     assert policy.classes == ("One", "Two")
     assert policy.models == {"vision?": where(7), "audio": where(7)}
     units = policy.units
-    assert (units["heads"].count, units["inner"].multiple) == ("width / head_dim * 2", 4)
-    assert units["ffn"].or_whole and not units["heads"].or_whole and units["heads"].multiple == 1
+    assert (units["heads"].count, units["inner"].align) == ("width / head_dim * 2", 4)
+    assert units["ffn"].or_whole and not units["heads"].or_whole and units["heads"].align == 1
     assert tower.blocks_path == "stages.*.layers"
     rules = tower.blocks
     assert rules["in_proj"].parts == (Part("heads", "head_dim"), Part("groups", "2 * n"), Part("ffn"))

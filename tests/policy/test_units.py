@@ -147,24 +147,10 @@ def test_a_count_that_a_block_holds_differs_from_block_to_block() -> None:
         one(2, "block.attn.num_heads").count("u")
 
 
-def test_a_unit_in_multiples_goes_to_ranks_in_runs_of_that_many() -> None:
-    assert one(2, "12", multiple=4).ranges("u", 12, 2) == ((0, 8), (8, 12))
-    with pytest.raises(ConfigError) as info:
-        layout(one(4, "12", multiple=4), ["u"], 12)
-    assert str(info.value) == (
-        "tensor_parallel_size=4 does not fit Model: 12 u cannot be sharded over 4 ranks in multiples of 4.\n"
-        "  'u' is 12=12 (p:1), sharded by proj (p:9).\n"
-        "  Largest size that fits this model: 3."
-    )
-    with pytest.raises(ConfigError, match=r"10 u cannot be sharded in multiples of 4\.\n.*\n.*fits this model: 1\."):
-        layout(one(2, "10", multiple=4), ["u"], 10)
-
-
 def test_what_is_made_of_too_few_units_stays_whole_where_the_unit_says_so() -> None:
     assert not one(2, "2", or_whole=True).stays_whole("u")
     assert one(3, "2", or_whole=True).stays_whole("u")
     assert not one(3, "2").stays_whole("u")
-    assert one(2, "10", or_whole=True, multiple=4).stays_whole("u")
     specs = {
         "kv": UnitSpec("kv", "2", Where("p", 1), or_whole=True),
         "heads": UnitSpec("heads", "8", Where("p", 2), follows="kv"),

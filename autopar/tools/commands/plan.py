@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
-    from autopar.tools.planner.candidate import Candidate
     from autopar.tools.planner.estimate import Estimator
     from autopar.tools.planner.search import Found, Space
 
@@ -37,13 +36,11 @@ def plan(
         str, typer.Option(help="dgx-h100, dgx-a100, hgx-pcie, 4xl40s, 2x4090 ...; an unknown one lists all.")
     ] = "dgx-h100",
     gpu: Annotated[str | None, typer.Option(help="h100, a100, l40s, mi300x ...: a node of eight.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of a node, if not those of --node.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU, if not those of --node.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of a node; by default of --node.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU; by default of --node.")] = None,
     tflops: Annotated[float | None, typer.Option(help="TFLOP/s of a GPU's products.")] = None,
     memory_bandwidth: Annotated[float | None, typer.Option(help="GB/s of a GPU's memory.")] = None,
-    intra_node_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s from a GPU to the others of its node, one way.")
-    ] = None,
+    intra_node_bandwidth: Annotated[float | None, typer.Option(help="GB/s from a GPU to its node, one way.")] = None,
     inter_node_bandwidth: Annotated[
         float | None, typer.Option(help="GB/s from a GPU to other nodes, one way: its share of the network cards.")
     ] = None,
@@ -73,7 +70,7 @@ def plan(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Say which mesh to take: the five fastest that fit, with memory and time, and why others do not."""
+    """Say which mesh to take: the five fastest that fit, with memory and time, and why other meshes do not."""
     given = dict(locals())
     with errors(as_json):
         from autopar.config import ParallelConfig
@@ -94,16 +91,18 @@ def plan(
         space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, ep=ep)
         found = search(estimator, space)
         rehearsed(estimator, found)
-        _write(estimator, space, found, output)  # before what is printed, of which a pipe may take a part
+        _write(estimator, space, found, output)  # first, since a pipe may close before all is printed
         _show(estimator, space, found, as_json)
-        if found.best and not as_json:
-            # A rehearsal reads precision and recomputation from a config alone, and has no adapters.
-            counts = output is not None and lora is None and quantization is None
-            more = f" --optimizer {optimizer}" * (optimizer != "adamw") + f" --gpu {gpu or node}"
-            more += f" --gpus-per-node {gpus_per_node}" * (gpus_per_node is not None)
+        if found.best and output is not None and not as_json:
+            best, counts = found.best[0].candidate, lora is None and quantization is None  # none has adapters
             print("count its memory, and match what its ranks send:" if counts else "match what its ranks send:")
-            found_first = _rehearsal(model, found.best[0].candidate, sequence, output, policy, trust)
-            print(f"  {found_first}{more * counts}")
+            batch = f"--batch {best.microbatch * best.microbatches} --sequence {sequence}"
+            said = f"autopar rehearse {shlex.quote(model)} --gpus {gpus} --config {shlex.quote(str(output))} {batch}"
+            said += f" --policy {shlex.quote(str(policy))}" * (policy is not None) + " --trust-remote-code" * trust
+            if counts:
+                said += f" --optimizer {optimizer}" * (optimizer != "adamw") + f" --gpu {gpu or node}"
+                said += f" --gpus-per-node {gpus_per_node}" * (gpus_per_node is not None)
+            print(f"  {said}")
         if not found.best:
             raise typer.Exit(1)
 
@@ -115,7 +114,7 @@ def _model(source: str, lora: int | None, quantization: str | None, trust: bool)
 
     if quantization is not None and lora is None:
         raise ConfigError(
-            f"--quantization {quantization}: quantized weights are frozen; say what is trained: --lora 16"
+            f"--quantization {quantization}: quantized weights are frozen; name the trained weights: --lora 16"
         )
     model = heads(source, trust=trust)[0].build()
     kind, kept = kind_in(model.config)
@@ -123,7 +122,7 @@ def _model(source: str, lora: int | None, quantization: str | None, trust: bool)
     if kind is not None and asked is not kind:
         raise ConfigError(f"--quantization {quantization}: the weights of {source} are in {kind.form} already")
     if kind is not None and lora is None:
-        raise ConfigError(f"{source} is in {kind.form}: such weights are frozen; say what is trained: --lora 16")
+        raise ConfigError(f"{source} is in {kind.form}: such weights are frozen; name the trained weights: --lora 16")
     if asked is not None:
         mark_quantized(model, asked, kept)
     return model if lora is None else add_lora(model, lora)
@@ -160,7 +159,7 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
     parameters = list(model.model.parameters())
     count, trained = (sum(p.numel() for p in parameters if every or p.requires_grad) for every in (True, False))
     forms = " and ".join(sorted({parameter.kind.form for parameter in parameters if isinstance(parameter, StandIn)}))
-    words = f", {trained:,} of them trained" + (f", others in {forms}" if forms else "") if trained < count else ""
+    words = f", {trained:,} of them trained" + (f", the rest in {forms}" if forms else "") if trained < count else ""
     print(f"{type(model.inner).__name__}: {count:,} parameters{words}, policy {model.policy.name}")
     tokens = space.global_batch * model.sequence
     print(
@@ -184,22 +183,8 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
         print(f"  {line}")
 
 
-def _rehearsal(
-    model: str, chosen: Candidate, sequence: int, config: Path | None, policy: Path | None, trust: bool
-) -> str:
-    """Return the command that rehearses a candidate."""
-    sizes = {"tp": chosen.tp, "cp": chosen.cp, "pp": chosen.pp, "ep": chosen.ep, "zero": chosen.zero}
-    options = [f"--{name} {size}" for name, size in sizes.items() if size > (name != "zero")]
-    options += ["--sp"] if chosen.sequence_parallel else []
-    options += [f"--schedule {chosen.schedule}", f"--micro-batches {chosen.microbatches}"] if chosen.pp > 1 else []
-    own = options if config is None else [f"--config {shlex.quote(str(config))}"]
-    batch = [f"--batch {chosen.microbatch * chosen.microbatches}", f"--sequence {sequence}"]
-    more = [f"--policy {shlex.quote(str(policy))}"] * (policy is not None) + ["--trust-remote-code"] * trust
-    return " ".join(["autopar rehearse", shlex.quote(model), f"--gpus {chosen.gpus}", *own, *batch, *more])
-
-
 def _table(found: Found, space: Space) -> Table:
-    """Make a table with a column for each mesh: what it is, how fast, what fills its memory, what it sends."""
+    """Return a table with a column for each mesh: sizes, times, memory, traffic."""
     from autopar.tools.planner.search import gigabytes
 
     shown = table("", *map(str, range(1, len(found.best) + 1)))

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.app import PP, TP, Json, Model, Trust, app, errors, print_json
-from autopar.cli.tables import console, filled, lines, shape, size
-from autopar.errors import AutoparError, ConfigError, VerificationError, listed, type_and_text
+from autopar.cli.app import CP, EP, PP, TP, Json, Model, Trust, app, errors, print_json
+from autopar.cli.tables import filled, lines, shape, size
+from autopar.errors import ConfigError, VerificationError, listed
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from autopar.tools.commands.models import Head
     from autopar.tools.derivation.derive import Derived
     from autopar.tools.verification.report import Report
 
@@ -38,7 +33,6 @@ MODEL = Annotated[
         "my_model.py:CLASS. By default the first model type in the policy's match."
     ),
 ]
-EP = Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size; above --tp, replicas share the experts.")]
 
 
 @policy.command("list", short_help="List the model types that have a policy.", epilog="Example: autopar policy list")
@@ -50,7 +44,10 @@ def list_types(as_json: Json = False) -> None:
 
         listed = [(kind, Path(own.where.file).name) for own in own_policies().values() for kind in own.model_types]
         found = {kind: str(policy_folder() / file) for kind, file in sorted(listed)}
-    print(json.dumps(found, indent=1) if as_json else "\n".join(f"{kind} {file}" for kind, file in found.items()))
+    if as_json:
+        print_json(found)
+    else:
+        print("\n".join(f"{kind} {file}" for kind, file in found.items()))
 
 
 @policy.command(
@@ -67,7 +64,7 @@ def check(
     model: MODEL = None,
     tp: TP = 2,
     pp: PP = 1,
-    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size, which must fit.")] = 1,
+    cp: CP = 1,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Sequence parallelism must fit.")
     ] = False,
@@ -94,7 +91,7 @@ def check(
         options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "long_sequences": not heads}
         for head in found:
             try:
-                reports.append(check_policy(build(head), file, tp=tp, pp=pp, cp=cp, ep=ep, **options))
+                reports.append(check_policy(head.build(), file, tp=tp, pp=pp, cp=cp, ep=ep, **options))
             except ConfigError as error:
                 if len(found) == 1 or error.__cause__ is None:
                     raise
@@ -109,16 +106,11 @@ def check(
 
 
 def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
-    """Return the policy file of the user, if that is what ``source`` is, and what names the model.
-
-    Raises:
-        ConfigError: neither names a model, or both do.
-        PolicyError: the file is not a policy.
-    """
+    """Return the user's policy file, if ``source`` is one, and the name of the model."""
     if Path(source).suffix not in (".yaml", ".yml"):
         if model is not None:
             raise ConfigError(
-                f"'{source}' is no policy file (.yaml), and --model names a model besides; give one of both"
+                f"'{source}' is not a policy file (.yaml), and --model names a model besides; give one of both"
             )
         return None, source
     from autopar.policy.load import read_user_policy
@@ -127,20 +119,6 @@ def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
     if model is None and not read.model_types:
         raise ConfigError(f"{source} has no 'match', so it names no model: add --model my_model.py:CLASS")
     return Path(source), model or read.model_types[0]
-
-
-def build(head: Head) -> nn.Module:
-    """Build a model without memory for its weights.
-
-    Raises:
-        ConfigError: its constructor fails.
-    """
-    try:
-        return head.build()
-    except AutoparError:
-        raise
-    except Exception as error:  # whatever a constructor stumbles over
-        raise ConfigError(f"{head.name} cannot be built: {type_and_text(error, 200)}") from error
 
 
 @policy.command(
@@ -168,110 +146,93 @@ def show(
         from autopar.tools.commands.models import heads
         from autopar.tools.commands.policy_check import check_policy
 
-        report = check_policy(build(heads(named, trust=trust)[0]), file, tp=tp, pp=pp, ep=ep, dry_run=False)
+        report = check_policy(heads(named, trust=trust)[0].build(), file, tp=tp, pp=pp, ep=ep, dry_run=False)
         if report["errors"]:
             raise ConfigError(report["errors"][0])
     report = {name: found for name, found in report.items() if name not in ("dry_run", "errors", "holds")}
     if as_json:
         print_json(report)
-        return
-    print_report(report, places=True)
+    else:
+        print_report(report, places=True)
 
 
 def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = False) -> None:
-    """Print a report of :func:`.policy_check.check_policy`: tables, and the verdict if it has one.
+    """Print a report of :func:`.policy_check.check_policy`.
 
     Args:
-        brief: without tables.
-        places: with the place of each rule.
+        brief: No tables.
+        places: A column with the place of each rule.
     """
-    from rich.markup import escape
-
-    out = console(soft_wrap=True)
-    if "skipped" in report:
-        out.print(f"[bold]{escape(report['model'])}[/]: not checked. {escape(report['skipped'])}")
-        return
-    used = report["policy"]
-    out.print(
-        f"[bold]{escape(report['model'])}[/]: {report['parameters']:,} parameters, "
-        + (f"policy {escape(used['name'])} ({escape(used['where'])})" if used else "no policy")
-    )
-    if report["notice"]:
-        out.print(escape(report["notice"]))
-    if report["tensors"] and not brief:
-        for heads, cells in _tables(report, places):
-            print("\n".join(lines(filled(heads, cells))))
-    for line in _verdict(report):
-        out.print(escape(line))
-    if "holds" not in report:
-        return
-    out.print("[green]all holds[/]" if report["holds"] else "[red]does not hold[/]")
-    for error in report["errors"]:
+    print("\n".join(_in_words(report, brief, places)))
+    for error in report.get("errors", ()):
         print(f"error: {error}", file=sys.stderr)
 
 
-def _verdict(report: dict[str, Any]) -> Iterator[str]:
+def _in_words(report: dict[str, Any], brief: bool, places: bool) -> Iterator[str]:
+    if "skipped" in report:
+        yield f"{report['model']}: not checked. {report['skipped']}"
+        return
+    used, tensors = report["policy"], report["tensors"]
+    named = f"policy {used['name']} ({used['where']})" if used else "no policy"
+    yield f"{report['model']}: {report['parameters']:,} parameters, {named}"
+    if report["notice"]:
+        yield report["notice"]
     staged = report["pipeline_parallel_size"] > 1
+    if tensors and not brief:
+        yield from _tables(report, places, staged)
     for rank in report["ranks"]:
         place = f"ep rank {rank['ep']}, " if "ep" in rank else ""
         place += f"tp rank {rank['tp']}" + (f", pp rank {rank['pp']}" if staged else "")
         yield f"{place}: {rank['parameters']:,} parameters, {size(rank['bytes'])}"
-    if not report["tensors"]:
-        return
-    whole = [tensor for tensor in report["tensors"] if tensor["rule"].startswith(("replicated", "once"))]
-    count = sum(prod(tensor["shape"]) for tensor in whole)
-    yield f"replicated: {count:,} parameters in {len(whole)} of {len(report['tensors'])} tensors"
-    if "dry_run" in report:
-        yield f"dry run: {report['dry_run']}"
-    if report["stages"] == "fails":
-        yield "stages: fails"
-    elif staged:
-        for stage in report["stages"]:
-            yield f"stage {stage['stage']}: {', '.join(_runs(stage['modules']))} ({stage['parameters']:,} parameters)"
-    for name in ("sequence_parallel", "context_parallel"):
-        if report.get(name):
-            yield f"{name.replace('_', ' ')}: {' '.join(report[name].split())}"
+    if tensors:
+        whole = [prod(each["shape"]) for each in tensors if each["rule"].startswith(("replicated", "once"))]
+        yield f"replicated: {sum(whole):,} parameters in {len(whole)} of {len(tensors)} tensors"
+        if "dry_run" in report:
+            yield f"dry run: {report['dry_run']}"
+        if report["stages"] == "fails":
+            yield "stages: fails"
+        elif staged:
+            for stage in report["stages"]:
+                modules = ", ".join(_runs(stage["modules"]))
+                yield f"stage {stage['stage']}: {modules} ({stage['parameters']:,} parameters)"
+        for name in ("sequence_parallel", "context_parallel"):
+            if report.get(name):
+                yield f"{name.replace('_', ' ')}: {' '.join(report[name].split())}"
+    if "holds" in report:
+        yield "all holds" if report["holds"] else "does not hold"
 
 
-def _tables(report: dict[str, Any], places: bool) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Yield heads and rows of each table."""
+def _tables(report: dict[str, Any], places: bool, staged: bool) -> Iterator[str]:
+    """Yield the lines of the tables of parameters and attributes."""
     from autopar.plan.plan import rows
 
-    staged = report["pipeline_parallel_size"] > 1 and isinstance(report["stages"], list)
-    place = ["rule in"] if places else []
     tp, ep = report["tensor_parallel_size"], report["expert_parallel_size"]
     over = f"on each {'ep' if ep > tp else 'tp'} rank"
     cells = []
     for name, tensor in rows(report["tensors"]):
         local = _alike(list(map(shape, tensor["local_shapes"])), tp)
-        ranks = [", ".join(map(str, tensor["ranks"]))] if staged else []
-        where = [tensor["where"]] if places else []
-        cells.append([name, shape(tensor["shape"]), tensor["rule"], *where, local, *ranks])
-    yield ["parameter", "shape", "rule", *place, over, *(["pp rank"] if staged else [])], cells
-    if report["attributes"]:
-        cells = []
-        for name, entry in rows(report["attributes"]):
-            where = [entry["where"]] if places else []
-            cells.append([name, str(entry["whole"]), *where, _alike([str(value) for value in entry["local"]], tp)])
-        yield ["attribute", "value", *place, over], cells
+        ranks = ", ".join(map(str, tensor["ranks"])) if staged and isinstance(report["stages"], list) else ""
+        cells.append([name, shape(tensor["shape"]), tensor["rule"], tensor["where"] if places else "", local, ranks])
+    yield from lines(filled(["parameter", "shape", "rule", "rule in", over, "pp rank"], cells))
+    cells = []
+    for name, entry in rows(report["attributes"]):
+        local = _alike(list(map(str, entry["local"])), tp)
+        cells.append([name, str(entry["whole"]), entry["where"] if places else "", local])
+    if cells:
+        yield from lines(filled(["attribute", "value", "rule in", over], cells))
 
 
 def _alike(values: list[str], tp: int) -> str:
-    """Return the one value of all ranks, those of tp ranks where all replicas have the same, or each rank's."""
+    """Return the value of all ranks if it is one, of tp ranks if all replicas are equal, else of each rank."""
     runs = (values[:length] for length in (1, tp) if values[:length] * (len(values) // length) == values)
     return " | ".join(next(runs, values))
 
 
 def _runs(paths: list[str]) -> list[str]:
-    """Paths of blocks, one entry for each run of numbers."""
-    from autopar.plan.plan import ranges
+    """Return the paths of blocks, one entry for each run of numbers."""
+    from autopar.plan.plan import rows
 
-    split = [(path.rpartition(".")[0], path.rpartition(".")[2]) for path in paths]
-    result: list[str] = []
-    for parent, group in groupby(split, key=lambda pair: pair[0] if pair[1].isdigit() else ".".join(pair)):
-        numbers = [int(last) for _, last in group if last.isdigit()]
-        result += [f"{parent}.{run}" for run in ranges(numbers)] if numbers else [parent]
-    return result
+    return [name.removesuffix(".") for name, _ in rows([{"name": f"{path}."} for path in paths])]
 
 
 _SHOWN = 8  # names in a comment
@@ -307,15 +268,11 @@ def new(
     else:
         print(f"wrote {output}; next: autopar policy check {output} --model {model}")
     for name in draft["unseen"]:
-        print(f"not seen: no forward of the model reached {name}, which stays whole", file=sys.stderr)
+        print(f"not seen: no forward of the model reached {name}, which stays replicated", file=sys.stderr)
 
 
 def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
-    """Return the policy of the model that ``source`` names, its text, and its proof; none if ``tp`` is 0.
-
-    Raises:
-        VerificationError: the policy is wrong.
-    """
+    """Return the policy of the model that ``source`` names, its text, and its proof on ``tp`` ranks; 0: without one."""
     from transformers import PreTrainedModel
 
     from autopar.plan.make_plan import make_plan
@@ -323,11 +280,10 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
     from autopar.tools.commands.models import heads
     from autopar.tools.derivation.derive import derive
     from autopar.tools.derivation.policy_tree import yaml_text
-    from autopar.tools.derivation.reasons import meetings
     from autopar.tools.verification.small_models import build_small, losses_of
     from autopar.tools.verification.verify import verify
 
-    built: Any = build(heads(source, trust=trust)[0])
+    built: Any = heads(source, trust=trust)[0].build()
     if not isinstance(built, PreTrainedModel):
         raise ConfigError(
             f"{type(built).__name__} is no Hugging Face model: 'policy new' needs a PreTrainedModel, of which the "
@@ -345,23 +301,19 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
         proof = None if report is None else report.raise_if_failed().to_dict()
     except VerificationError as error:
         raise VerificationError(f"the derived policy is wrong, nothing is written: {error}") from None
-    met = meetings(small, derived.whole[:_SHOWN])
     return {
         "policy": tree,
-        "text": yaml_text(tree, _comments(type(built).__name__, derived, met, sharded, report)),
+        "text": yaml_text(tree, _comments(type(built).__name__, derived, sharded, report)),
         "file": None,
         "sharded": sharded,
         "gathered": list(derived.gathered),
         "whole": list(derived.whole),
-        "meetings": met,
         "unseen": list(derived.unseen),
         "proof": proof,
     }
 
 
-def _comments(
-    kind: str, derived: Derived, meetings: dict[str, str], sharded: float, report: Report | None
-) -> list[str]:
+def _comments(kind: str, derived: Derived, sharded: float, report: Report | None) -> list[str]:
     lines = [f"{kind}: derived from its modules and a forward; {sharded:.1%} of its parameters are sharded."]
     if report is None:
         lines.append("Not proven: compare outputs and gradients with the plain model's before you rely on it.")
@@ -371,8 +323,6 @@ def _comments(
         lines.append(f"Sharded, and gathered for a forward that wants all heads: {listed(derived.gathered, _SHOWN)}.")
     if derived.whole:
         lines.append(f"Replicated, since no units were found that never meet: {listed(derived.whole, _SHOWN)}.")
-        for name, operation in meetings.items():
-            lines.append(f"All units of {name} meet in {operation}.")
         lines.append("A layer of one unit is among these: the key projection of one head in multi-query attention.")
     if derived.unseen:
         lines.append(f"Replicated, since the forward did not reach them: {', '.join(derived.unseen)}.")

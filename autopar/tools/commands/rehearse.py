@@ -32,7 +32,7 @@ def rehearse(
     config: Annotated[Path | None, typer.Option(help="A config of initialize, instead of sizes.")] = None,
     tp: TP = 1,
     pp: PP = 1,
-    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Replicas; what is left, if it is not said.")] = None,
+    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Replicas; by default as many as fit.")] = None,
     cp: CP = 1,
     ep: EP = 1,
     sp: SP = False,
@@ -41,7 +41,7 @@ def rehearse(
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.")] = None,
     batch: Annotated[int, typer.Option(min=0, help="Samples of a replica in a step; 0: one for each stage.")] = 0,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each sample.")] = 128,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node, if not those of --gpu.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; by default of --gpu.")] = None,
     gpu: Annotated[
         str | None, typer.Option(help="h100, dgx-a100, 2x4090 ...: count memory, and give the step times.")
     ] = None,
@@ -53,7 +53,7 @@ def rehearse(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Train a step, evaluate, save and load on some ranks of a job, without memory, and match what they send.
+    """Train a step, evaluate, save and load on some ranks of a job, without memory, and match their messages.
 
     Exit code 0 if every collective and message finds its like and all ranks come to an end, else 1.
     """
@@ -66,7 +66,7 @@ def rehearse(
         from autopar.tools.rehearsal.run import rehearse as run
 
         if trace is not None and not trace.absolute().parent.is_dir():
-            raise ConfigError(f"--trace {trace}: there is no folder {trace.parent}")
+            raise ConfigError(f"--trace {trace}: the folder {trace.parent} does not exist")
         stages = {"schedule": schedule, "num_microbatches": micro_batches}
         sections = sections_of(config, tp, pp, cp, ep, sp, pipeline=stages, zero={"stage": zero})
         parsed = ParallelConfig.parse(sections, gpus)
@@ -122,7 +122,7 @@ def _counted(found: Rehearsal) -> Iterator[str]:
         shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
         yield f"{digits(time)} s a step, of which ranks wait {shares}, if nothing overlaps"
         if found.hidden:
-            yield f"{digits(time - found.hidden)} s with the {digits(found.hidden)} s that FSDP2 hides behind work"
+            yield f"{digits(time - found.hidden)} s with the {digits(found.hidden)} s that FSDP2 overlaps with work"
 
 
 def _to_json(found: Rehearsal) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def trace(folder: Annotated[Path, typer.Argument(help="Of AUTOPAR_TRACE.")], as_
 
         problems = list(differences(traces, standing_in))
         left = waiting(traces, waited={rank: latest(calls) for rank, calls in traces.items()})
-        ends = [  # of ranks that have nothing to wait for, while others wait
-            f"rank {rank} ended behind {calls[-1]}\n    {calls[-1].where}" if calls else f"rank {rank} has no calls"
+        ends = [  # ranks that wait for nothing while another rank waits
+            f"rank {rank} ended after {calls[-1]}\n    {calls[-1].where}" if calls else f"rank {rank} has no calls"
             for rank, calls in traces.items()
             if left and rank not in left
         ]
@@ -186,7 +186,7 @@ def _told(
     head = [f"{len(traces)} ranks, {counted}"]
     if missing:
         ranks = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
-        head.append(f"no trace of rank {ranks}: compared is what the others have")
+        head.append(f"no trace of rank {ranks}: only the other ranks are compared")
     if not problems and not waiting:
         return [*head, "every collective and message finds its like, and all ranks come to an end"]
     last = [f"rank {rank} ends with {calls[-1]}\n    {calls[-1].where}" for rank, calls in traces.items() if calls]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.cli.app import CP, EP, PP, SP, TP, Json, Policy, Trust, app, errors, print_json, sections_of
+from autopar.cli.tables import lines
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +56,7 @@ def verify(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Prove that parallelism leaves a model what it is: outputs, gradients, a step, tokens, checkpoints.
+    """Prove that parallelism does not change a model: outputs, gradients, a step, tokens, checkpoints.
 
     It starts tp x pp x dp x cp processes on this machine, and as many replicas as share experts.
     Exit code 0 if all of it holds, else 1.
@@ -67,10 +68,11 @@ def verify(
 
             raise ConfigError("one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them")
         from autopar.tools.commands.models import named_object
-        from autopar.tools.verification.verify import verify as compare
+        from autopar.tools.verification.verify import checks_of, verify as compare
 
         listed = None if checks is None else [name.strip() for name in checks.split(",") if name.strip()]
-        built = _model(model, task, small, dtype, quantization, lora, trust, listed)
+        checks_of(listed)  # before a model is built
+        built = _model(model, task, small, dtype, quantization, lora, trust)
         given = None if batches is None else named_object(batches)
         given = given() if callable(given) else given
         report = compare(built, sections, batches=given, policy=policy, checks=listed, data_parallel_size=dp,
@@ -78,39 +80,22 @@ def verify(
     if as_json:
         print_json(report.to_dict())
     else:
-        from autopar.cli.tables import console
-
-        out = console()
-        with out.capture() as captured:
-            out.print(report)
-        print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
+        print("\n".join(lines(report)))
     if not report.ok:
         raise typer.Exit(1)
 
 
 def _model(
-    source: str,
-    task: str | None,
-    small: bool,
-    dtype: str,
-    quantization: str | None,
-    lora: int | None,
-    trust: bool,
-    checks: list[str] | None,
+    source: str, task: str | None, small: bool, dtype: str, quantization: str | None, lora: int | None, trust: bool
 ) -> nn.Module:
-    """Build the model with memory, quantized and with adapters if asked.
-
-    It has its weights if there are any, else it is small and random, in whole blocks.
-    """
+    """Build the model with memory, from its weights if there are any, else small and random; quantize and adapt it."""
     import torch
     import transformers
 
     from autopar.errors import ConfigError, in_one_line, nearest
     from autopar.tools.commands.models import fine_tuned, kind_of, of_task, quantize
     from autopar.tools.verification.small_models import build_small
-    from autopar.tools.verification.verify import checks_of
 
-    checks_of(checks)  # before a model is built
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype} must be one of {', '.join(_DTYPES)}.{nearest(dtype, _DTYPES)}")
     kind = None if quantization is None else kind_of(quantization)
@@ -120,7 +105,7 @@ def _model(
     own: Any = head.kind
     folder = Path(head.folder)  # of a model of the hub it is found out by loading whether it has weights
     empty = folder.is_dir() and not any(next(folder.glob(files), None) for files in _WEIGHTS)
-    if head.make is not None:
+    if head.kind is None:
         model = head.make().to(form)
     elif small or not head.folder or empty:
         config = head.config if head.config is not None else own.config_class()
@@ -128,7 +113,7 @@ def _model(
     else:
         try:
             model = own.from_pretrained(head.folder, dtype=form, local_files_only=folder.is_dir())
-        except Exception as error:  # whatever transformers stumbles over
+        except Exception as error:  # transformers may raise anything
             raise ConfigError(
                 f"the weights of {head.folder} cannot be loaded: {in_one_line(error, 200)}\n"
                 "  --small verifies its structure with random weights."

@@ -1,4 +1,4 @@
-"""Families and what surrounds them -> a policy: as plain data, and as YAML that people review."""
+"""Make a policy of families and the modules around them: plain data, and YAML for review."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.policy.match import base_of, config_of
 from autopar.tools.derivation.families import Family, Member, Named, named_families
 from autopar.tools.derivation.trace import BlockList, Decisions, Trace, is_linear
 
-_UNNAMED = ("*", "layers", "layer", "blocks", "block", "model", "h")  # parts of paths that are no names of a tower
+_UNNAMED = ("*", "layers", "layer", "blocks", "block", "model", "h")  # parts of paths that name no tower
 
 
 def policy_tree(
@@ -31,7 +31,7 @@ def policy_tree(
     """Return the policy of a model in the form of ``policies/README.md``, without attributes, and the families.
 
     Args:
-        words: whether tables of words and of their logits are sharded.
+        words: Embeddings of words and their logits are sharded.
     """
     base_path, _ = base_of(root)
     start = f"{base_path}." if base_path else ""
@@ -46,18 +46,15 @@ def policy_tree(
     units = {"vocab": vocab} if vocab else {}
     tree: dict[str, Any] = {"match": {"model_type": [root.config.model_type]}}
     if not towers:
-        tree |= {"units": units or {"ffn": "inferred"}, "prefix": {**before, **after}, "head": head}
-        return {name: value for name, value in tree.items() if value}, []
-    if len(towers) == 1 and "config" not in towers[0]:
+        tree |= {"units": units, "prefix": {**before, **after}}
+    elif len(towers) == 1 and "config" not in towers[0]:
         tree |= {"units": {**towers[0].pop("units"), **units}, "prefix": before, **towers[0], "suffix": after}
     else:
         tree |= {"units": units, "prefix": before}
         names: list[str] = []
         for each in lists:
-            known = {*_UNNAMED, *names}
-            names.append(
-                next((part for part in reversed(each.path.split(".")) if part not in known), f"tower{len(names)}")
-            )
+            free = (part for part in reversed(each.path.split(".")) if part not in {*_UNNAMED, *names})
+            names.append(next(free, f"tower{len(names)}"))
         tree["towers"] = dict(zip(names, towers, strict=True))
         towers[-1]["suffix"] = after
     tree |= {"head": head, "units": tree["units"] or {"ffn": "inferred"}}
@@ -68,58 +65,45 @@ def _tower(
     root: nn.Module, each: BlockList, named: list[Named], seen: Trace, decisions: Decisions, start: str
 ) -> dict[str, Any]:
     modules: dict[str, Any] = {}
-    lacking: dict[str, set[str]] = {}
-
-    def shared(block: str, path: str) -> str:
-        """Return the name below all blocks of a path below one."""
-        return ".".join(seen.names(path).split(".")[len(block.split(".")) :])
-
     rules = {block: _rules_of_block(root, block, named, seen, decisions) for block in each.blocks}
-    split = {shared(block, path) for block, own in rules.items() for path in own}
-    for block in each.blocks:
-        start_of_block = len(block) + 1
-        below = [p for p, _ in root.get_submodule(block).named_modules() if p]
-        below += [p for p, _ in root.get_submodule(block).named_parameters()]
-        busy = {path for path in below if any(one.startswith(shared(block, f"{block}.{path}") + ".") for one in split)}
-        own_rules = {path[start_of_block:]: rule for path, rule in rules[block].items()}
-        for path, rule in _covered(root.get_submodule(block), own_rules, (), busy).items():
-            key = shared(block, f"{block}.{path}")
+    split = {outer for block, own in rules.items() for path in own for outer in around(seen.names.below(block, path))}
+    listed = [root.get_submodule(block) for block in each.blocks]
+    for block, module in zip(each.blocks, listed, strict=True):
+        paths = [path for path, _ in (*module.named_modules(), *module.named_parameters()) if path]
+        busy = [path for path in paths if seen.names.below(block, f"{block}.{path}") in split]
+        own_rules = {path[len(block) + 1 :]: rule for path, rule in rules[block].items()}
+        for path, rule in _covered(module, own_rules, (), busy).items():
+            key = seen.names.below(block, f"{block}.{path}")
             if modules.get(key, "replicated") == "replicated":
                 modules[key] = rule
-    for key in modules:
-        lacking[key] = {path for block in each.blocks for path in missing(root.get_submodule(block), key)}
-    units: dict[str, Any] = {}
-    for n in named:
-        units |= n.counts
-    tower: dict[str, Any] = {"units": units}
+    tower: dict[str, Any] = {"units": {unit: count for n in named for unit, count in n.counts.items()}}
     wanted, own_config = config_of(root.get_submodule(each.owner)), config_of(root)
     parts = {name: value for name, value in vars(own_config).items() if hasattr(value, "model_type")}
     parts |= {f"{name}.{inner}": below for name, value in parts.items() for inner, below in vars(value).items()}
     if wanted is not own_config and (config := next((name for name, part in parts.items() if part is wanted), "")):
         tower["config"] = config
     path = each.path[len(start) :] if each.path.startswith(start) else each.path
-    tower["blocks"] = {"path": path, "modules": {marked(key, lacking[key]): rule for key, rule in modules.items()}}
-    return tower
+    marked_rules = {marked(key, reached(listed, key)[1]): rule for key, rule in modules.items()}
+    return tower | {"blocks": {"path": path, "modules": marked_rules}}
 
 
-def missing(block: nn.Module, key: str) -> set[str]:
-    """The beginnings of a path at which some module of a block has nothing."""
-    found: list[Any] = [block]
-    parts, lacking = key.split("."), set[str]()
+def reached(blocks: list[nn.Module], key: str) -> tuple[list[Any], set[str]]:
+    """Return the modules or parameters at a path below blocks, and its beginnings that one of them lacks."""
+    found: list[Any] = blocks
+    parts, lacking = key.split(".") if key else [], set[str]()
     for end, part in enumerate(parts):
         below: list[Any] = []
         for module in found:
-            if part == "*":
-                below += list(module.children())
-                continue
             child = own_modules(module).get(part)
             child = own_parameters(module).get(part) if child is None else child
-            if child is None:
+            if part == "*":
+                below += module.children()
+            elif child is None:
                 lacking.add(".".join(parts[: end + 1]))
-            elif isinstance(child, nn.Module):
+            else:
                 below.append(child)
         found = below
-    return lacking
+    return found, lacking
 
 
 def marked(key: str, lacking: set[str]) -> str:
@@ -130,7 +114,7 @@ def marked(key: str, lacking: set[str]) -> str:
 def _covered(
     root: nn.Module, rules: Mapping[str, Any], blocks: tuple[str, ...], more: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Rules for all parameters below ``root``: those given, and ``replicated`` for the largest modules without one."""
+    """Return rules for all parameters below ``root``: ``rules``, and ``replicated`` for the largest other modules."""
     busy = {"", *more}
     for path in (*rules, *(block[:-1] for block in blocks)):
         busy |= {path, *around(path)}
@@ -148,10 +132,8 @@ def _covered(
             if parameter is not None and not of_layer:
                 result[own] = rules.get(own, "replicated")
         for name, child in own_modules(module).items():
-            if child is None:
-                continue
             own = join(path, name)
-            if own + "." in blocks:
+            if child is None or own + "." in blocks:
                 continue
             if own in busy:
                 visit(own, child)
@@ -170,24 +152,22 @@ def _outside(
     blocks: tuple[str, ...],
     rules: dict[str, Any],
 ) -> None:
-    """Note the rules of parameters outside of all blocks that their units shard."""
+    """Add the rules of parameters outside of the blocks that units of blocks shard."""
+    live = [n for _, many in by_list for n in many if not n.gathered]
     for family in (f for f in found if not f.block):
-        live = (n for _, many in by_list for n in many if not n.gathered)
-        named = next((n for n in live if set(n.first.units) & set(family.units)), None)
-        for member in family.members if named is not None else ():
-            assert named is not None
-            rules.update(_rule_of(root, member, named, seen))
-    units = [n.unit for _, many in by_list for n in many if not n.gathered]
+        for named in [n for n in live if set(n.first.units) & set(family.units)][:1]:
+            for member in family.members:
+                rules.update(_rule_of(root, member, named, seen))
     for name in sorted(seen.tracking.inside):
         holder = name.rpartition(".")[0]
-        if not name.startswith(blocks) and name not in rules and holder not in rules and units:
-            rules[name] = {"replicated": units[0]}
+        if not name.startswith(blocks) and name not in rules and holder not in rules and live:
+            rules[name] = {"replicated": live[0].unit}
 
 
 def _rules_of_block(
     root: nn.Module, block: str, named: list[Named], seen: Trace, decisions: Decisions
 ) -> dict[str, Any]:
-    """Return path from the root -> rule, for what is not simply replicated in a block."""
+    """Return path from the root -> rule, for all in a block that is not simply replicated."""
     rules: dict[str, Any] = {}
     own = [n for n in named if block in n.of_blocks]
     for each in own:
@@ -200,15 +180,10 @@ def _rules_of_block(
             continue
         unit = _nearest(own, block, name, seen).unit
         module = root.get_submodule(holder)
-        listed = [f"{holder}.{n}" for n, p in own_parameters(module).items() if p is not None]
+        listed = {f"{holder}.{n}" for n, p in own_parameters(module).items() if p is not None}
         if name in seen.tracking.once:
             rules[name] = {"once": unit}
-        elif (
-            not own_modules(module)
-            and set(listed) <= seen.tracking.inside
-            and not set(listed) & set(rules)
-            and not set(listed) & seen.tracking.once
-        ):
+        elif not own_modules(module) and listed <= seen.tracking.inside - rules.keys() - seen.tracking.once:
             rules[holder] = {"enter_output": unit} if holder in seen.entered else {"replicated": unit}
         else:
             rules[name] = {"replicated": unit}
@@ -224,10 +199,8 @@ def _rules_of_block(
 
 
 def _nearest(named: list[Named], block: str, path: str, seen: Trace) -> Named:
-    """The family that a module was computed with; else the one that lies beside it."""
-    tracking = seen.tracking
-    met = tracking.near.get(path, 0)
-    unit = int(tracking.components.of(torch.tensor(met))) if met else 0
+    """Return the family that a module was computed with; else the nearest one by path."""
+    unit = int(seen.tracking.components.of(torch.tensor(seen.tracking.near.get(path, 0))))
     if unit and (found := [each for each in named if unit in each.of_blocks[block].units]):
         return found[0]
 
@@ -242,7 +215,7 @@ def _nearest(named: list[Named], block: str, path: str, seen: Trace) -> Named:
 
 
 def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict[str, Any]:
-    """Return the rule of what a family shards, by its path from the root."""
+    """Return path from the root -> rule of a member."""
     parts = named.parts(member.widths)
     listed: Any = parts[0] if len(parts) == 1 else parts
     if named.gathered:
@@ -267,40 +240,36 @@ def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict
 
 
 def note_vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
-    """Note the rules of embeddings of words and of what makes logits of words; returns the count of words."""
-    count = ""
-    tables = set()
-    for _, module in root.named_modules():
-        if not isinstance(module, PreTrainedModel):
-            continue
+    """Add the rules of embeddings of words and of the layers that make their logits; return the count of words."""
+    modules = dict(root.named_modules())
+    models = [module for module in modules.values() if isinstance(module, PreTrainedModel)]
+    tables = {path: module for path, module in modules.items() if isinstance(module, nn.Embedding)}
+    all_words = getattr(root.config, "vocab_size", None)
+    count, tied = "", set[int]()
+    for module in models:
         size = getattr(module.config, "vocab_size", None)
         try:
             words: Any = module.get_input_embeddings()
         except (NotImplementedError, AttributeError):
             words = None
         if not isinstance(words, nn.Embedding) and module is root:
-            words = next((m for m in root.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == size), None)
+            words = next((table for table in tables.values() if table.num_embeddings == size), None)
         if isinstance(words, nn.Embedding) and type(size) is int and words.num_embeddings == size:
-            tables.add(id(words.weight))
-            same = size == getattr(root.config, "vocab_size", None)
-            count = "vocab_size" if same and count in ("", "vocab_size") else "inferred"
-    for path, module in root.named_modules():
-        if isinstance(module, nn.Embedding) and id(module.weight) in tables:
+            tied.add(id(words.weight))
+            count = "vocab_size" if size == all_words and count in ("", "vocab_size") else "inferred"
+    found = {path: table for path, table in tables.items() if id(table.weight) in tied}
+    sizes = {table.num_embeddings for table in found.values()}
+    for module in models:
+        made: Any = module.get_output_embeddings()
+        if made is None and module is root:
+            linear = (child for child in root.children() if isinstance(child, nn.Linear))
+            made = next((child for child in linear if child.out_features == all_words), None)
+        if isinstance(made, nn.Linear) and made.out_features in sizes:
+            tied.add(id(made.weight))
+    for path, each in modules.items():
+        if path in found:
             rules[path] = {"embedding": "vocab"}
-    for _, module in root.named_modules():
-        if isinstance(module, PreTrainedModel):
-            made: Any = module.get_output_embeddings()
-            if made is None and module is root:
-                size = getattr(root.config, "vocab_size", None)
-                linear = [child for child in root.children() if isinstance(child, nn.Linear)]
-                made = next((child for child in linear if child.out_features == size), None)
-            own = next((p for p, m in root.named_modules() if m is made), "") if made is not None else ""
-            sizes = {t.num_embeddings for t in root.modules() if isinstance(t, nn.Embedding) and id(t.weight) in tables}
-            if own and isinstance(made, nn.Linear) and made.out_features in sizes:
-                rules[own] = {"column": "vocab", "gather_output": True}
-    tied = {id(p) for path, rule in rules.items() for p in root.get_submodule(path).parameters()}
-    for path, module in root.named_modules():
-        if isinstance(module, nn.Linear) and path not in rules and id(module.weight) in tied:
+        elif isinstance(each, nn.Linear) and id(each.weight) in tied:
             rules[path] = {"column": "vocab", "gather_output": True}
     return count
 
@@ -308,7 +277,7 @@ def note_vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
 def sections_around(
     seen: Trace, covered: Mapping[str, Any], lists: list[BlockList], start: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Modules outside of the blocks: before them, behind them, and outside of the base model."""
+    """Return the rules before the blocks, after them, and outside of the base model."""
     starts = [seen.order.index(block) for each in lists for block in each.blocks if block in seen.order]
     first = min(starts, default=0)
     before: dict[str, Any] = {}
@@ -334,7 +303,7 @@ _NESTED = ("match", "units", "towers", "blocks", "modules", "attributes", *_SECT
 
 
 def yaml_text(tree: dict[str, Any], comments: list[str]) -> str:
-    """Return a policy as text, with lines of comment before it."""
+    """Return a policy as YAML after lines of comment."""
     lines = [f"# {line}" for line in comments]
     return "\n".join([*lines, *_lines(tree, 0)]) + "\n"
 
