@@ -54,7 +54,6 @@ def initialize(
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
     optimizer: Any = None,
     lr_scheduler: Any = None,
-    **mistaken: Any,
 ) -> Any:
     """Turn a Hugging Face model, or a module of your own, into this rank's share of a parallel one, in place.
 
@@ -89,7 +88,7 @@ def initialize(
     """
     # 1. The call is right, and the same on every rank.
     registry.begin_asked()
-    given = (model, config, policy, optimizer, lr_scheduler, mistaken)
+    given = (model, config, policy, optimizer, lr_scheduler)
     call = same_on_every_rank(lambda: check_call(*given), Call.fingerprint)
     # 2. The mesh: process groups of all axes.
     mpu = MPU.of(call.config)

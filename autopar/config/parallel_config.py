@@ -22,7 +22,6 @@ from autopar.config.sections import (
     check_section,
     check_value,
     describe,
-    explain_section,
     explain_unknown,
 )
 from autopar.errors import ConfigError, clip, nearest
@@ -196,8 +195,7 @@ class ParallelConfig:
             elif known is None:
                 problems.append(explain_unknown(section, content))
             elif not isinstance(content, Mapping):
-                advice = explain_section(section, content)
-                problems.append(f"section '{section}' must hold keys, not {describe(content)}{advice}")
+                problems.append(f"section '{section}' must hold keys ({', '.join(known)}), not {describe(content)}")
             else:
                 values[section] = check_section(section, content, known, problems)
         pipeline = values.pop("pipeline", {})
@@ -287,10 +285,9 @@ def _raise(problems: list[str]) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        shown = problems[: _SHOWN + 1 if len(problems) == _SHOWN + 1 else _SHOWN]
-        lines = [f"  {i}. {problem}" for i, problem in enumerate(shown, 1)]
-        rest = problems[len(shown) :]
-        lines += [f"  ... and {len(rest)} more: the error's .problems lists all"] if rest else []
+        lines = [f"  {i}. {problem}" for i, problem in enumerate(problems[:_SHOWN], 1)]
+        more = len(problems) - _SHOWN
+        lines += [f"  ... and {more} more: the error's .problems lists all"] if more > 0 else []
         raise ConfigError("\n".join([f"the config has {len(problems)} problems:", *lines]), problems)
 
 

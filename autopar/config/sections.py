@@ -21,15 +21,9 @@ from autopar.errors import clip, nearest
 SECTIONS: dict[str, dict[str, type]] = {
     "model_parallelism": {
         "enable": bool,
-        "tensor_parallel_size": int,
-        "pipeline_parallel_size": int,
-        "expert_parallel_size": int,
-        "expert_dispatch": str,
-        "context_parallel_size": int,
-        "context_parallel_method": str,
+        **dict.fromkeys((f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "expert", "context")), int),
         "sequence_parallel": bool,
-        "cpu_transport": str,
-        "reduce_dtype": str,
+        **dict.fromkeys(("expert_dispatch", "context_parallel_method", "cpu_transport", "reduce_dtype"), str),
     },
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool, "save": list, "every": int},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
@@ -38,31 +32,27 @@ SECTIONS: dict[str, dict[str, type]] = {
     "precision": {
         "enable": bool,
         "dtype": str,
-        "initial_scale": float,
-        "min_scale": float,
-        "max_scale": float,
-        "growth_interval": int,
-        "growth_factor": float,
-        "backoff_factor": float,
-        "hysteresis": int,
+        **dict.fromkeys(("initial_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor"), float),
+        **dict.fromkeys(("growth_interval", "hysteresis"), int),
     },
     "consistency_check": {"enable": bool, "inputs": str, "parameters": str},
     "loss": {"chunk": int, "gather_logits": str, "read_timeout": float, "router_aux": str},
     "pipeline": {
-        "schedule": str,
-        "microbatch_size": int,
-        "num_microbatches": int,
+        **dict.fromkeys(("schedule", "loss_reduction"), str),
+        **dict.fromkeys(("microbatch_size", "num_microbatches", "timeout", "chunks"), int),
         "layers_per_stage": list,
-        "loss_reduction": str,
-        "timeout": int,
-        "chunks": int,
     },
 }
 # Short names of the sizes: {"tp": 2} is {"model_parallelism": {"tensor_parallel_size": 2}}.
 SHORT = {f"{axis[0]}p": f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "context", "expert")}
 # Values at the top level, no sections.
 PLAIN: dict[str, type] = {"gradient_clipping": float, "policy": str, **dict.fromkeys(SHORT, int)}
-_CHOICES: dict[str, tuple[Any, ...]] = {  # of fields of ParallelConfig
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # gradients of weights come later than those of inputs
+SCHEDULES = ("1f1b", "gpipe", "interleaved", *SPLIT_BACKWARD)
+_FOLDED = ("zbv", "dualpipev")
+_CHOICES: dict[str, tuple[Any, ...]] = {  # of fields of ParallelConfig and PipelineConfig
+    "schedule": SCHEDULES,
+    "loss_reduction": ("tokens", "microbatch"),
     "cpu_transport": ("auto", "gloo", "shm"),
     "reduce_dtype": ("same", "fp32"),
     "context_parallel_method": ("auto", "ulysses", "gather"),
@@ -79,16 +69,9 @@ _FORMS = {  # pattern, and what it is in words
     "consistency_inputs": (r"auto|first|always|every [1-9]\d*", "auto, first, always or 'every N' (every 10)"),
     "consistency_parameters": (r"auto|every [1-9]\d*", "auto or 'every N' (every 100)"),
 }
-# The key that a section's name alone stands for, as other libraries write it: precision: fp16, pipeline: 2
-_CHIEF = {"precision": "precision.dtype", "zero": "zero.stage", "pipeline": "model_parallelism.pipeline_parallel_size"}
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a word", list: "a list"}
 FULLY_SHARDED = (2, 3)  # stages of ZeRO that torch's FSDP2 is
-SAVED = ("attention", "collectives", "matmuls")  # what recomputed blocks may keep
-
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
-SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # gradients of weights come later than those of inputs
-_FOLDED = ("zbv", "dualpipev")
-_REDUCTIONS = ("tokens", "microbatch")
+SAVED = ("attention", "collectives", "matmuls")  # parts of a forward that recomputed blocks may keep
 
 # section, key -> field of ParallelConfig, where that is not the key's name.
 FIELDS = {
@@ -153,38 +136,12 @@ def explain_unknown(section: object, content: object) -> str:
     """Return what to write instead of a section that is unknown."""
     for name, keys in SECTIONS.items():
         if section in keys and section != "enable" and explain(section, content) is None:
-            short = next((axis for axis, size in SHORT.items() if size == section), None)
-            if short is not None:
-                written = f"{{{short}: {clip(str(content))}}}"
-                return f"'{section}' belongs into the section '{name}'; outside of it write {written}"
-            return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: ...}}}}"
+            return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: {clip(str(content))}}}}}"
     known = [*SECTIONS, *PLAIN]
     return (
         explain(section, content)
         or f"unknown section '{clip(str(section))}'.{nearest(str(section), known)} Known: {', '.join(known)}"
     )
-
-
-def explain_argument(name: str, value: object) -> str:
-    """Return what to write instead of a keyword argument that is one of the configuration's; "" for any other name."""
-    home = next((section for section, keys in SECTIONS.items() if name in keys and name != "enable"), None)
-    if home is not None:
-        return f" It belongs into the configuration: initialize(model, {{'{home}': {{'{name}': {clip(repr(value))}}}}})"
-    if name in SECTIONS or name in PLAIN:
-        return f" It belongs into the configuration: initialize(model, {{'{name}': {clip(repr(value))}}})"
-    advice = explain(name, value)
-    return f" In the configuration, {advice}" if advice else ""
-
-
-def explain_section(section: str, content: object) -> str:
-    """Return what to write for a section that was given one value."""
-    if isinstance(content, bool) and "enable" in SECTIONS[section]:
-        return f": write {section}: {{enable: {str(content).lower()}}}"
-    home, _, key = _CHIEF.get(section, "").partition(".")
-    fits = key and check_value(f"{home}.{key}", content, SECTIONS[home][key]) is None
-    short = next((axis for axis, size in SHORT.items() if size == key), None)
-    written = f"{home}: {{{key}: {content}}}" if short is None else f"{{{short}: {content}}}"
-    return f": write {written}" if fits else ""
 
 
 def describe(value: object) -> str:
@@ -237,23 +194,13 @@ class PipelineConfig:
         found = dict(section)
         schedule = found.setdefault("schedule", "1f1b")
         chunks = found.setdefault("chunks", 2 if schedule in ("interleaved", *_FOLDED) else 1)
-        if schedule not in SCHEDULES:
-            problems.append(
-                f"pipeline.schedule={clip(repr(schedule))} is unknown.{nearest(schedule, SCHEDULES)} Known: "
-                f"{', '.join(SCHEDULES)}"
-            )
-        elif (schedule == "interleaved") != (chunks > 1) and schedule not in _FOLDED:
+        if (schedule == "interleaved") != (chunks > 1) and schedule not in _FOLDED:
             problems.append(
                 f"pipeline.chunks={chunks} does not fit schedule {schedule}: more than 1 is for interleaved"
             )
         elif schedule in _FOLDED and chunks != 2:
             problems.append(
                 f"pipeline.chunks={chunks} does not fit schedule {schedule}, which has 2 stages on each rank"
-            )
-        reduction = found.get("loss_reduction", "tokens")
-        if reduction not in _REDUCTIONS:
-            problems.append(
-                f"pipeline.loss_reduction={clip(repr(reduction))} is unknown. Known: {', '.join(_REDUCTIONS)}"
             )
         layers = found["layers_per_stage"] = tuple(found.get("layers_per_stage", ()))
         if any(type(count) is not int or count < 1 for count in layers):
@@ -282,8 +229,6 @@ class PipelineConfig:
 
 
 # -- keys of other libraries -------------------------------------------------------------------------------------------
-
-_SECONDS = "distributed_timeout_minutes"  # is a number of minutes, and pipeline.timeout of seconds
 
 
 @functools.cache
@@ -314,8 +259,7 @@ def explain(key: object, value: Any = None) -> str | None:
     if home is None:
         return f"'{key}' is {owners} name: {advice[libraries[0]][name]}"
     section, _, own = home.rpartition(".")
-    simple = type(value) in (bool, int, float, str) and name != _SECONDS
-    written = f"{own}: {clip(str(value)) if simple else '...'}"
+    written = f"{own}: {clip(str(value)) if type(value) in (bool, int, float, str) else '...'}"
     if section or home in SHORT:
         written = f"{section}: {{{written}}}".removeprefix(": ")
-    return f"'{key}' is {owners} name: write {written}{' (in seconds)' if name == _SECONDS else ''}"
+    return f"'{key}' is {owners} name: write {written}"

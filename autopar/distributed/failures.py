@@ -262,39 +262,27 @@ def waiting(mpu: MPU, collective: str, ranks: Sequence[int]) -> Iterator[None]:
 _HIDDEN = ("autopar", "torch")  # packages whose frames an error of autopar does not show
 _HEAD_START = 1.0  # seconds: torchrun ends all ranks with the first, and rank 0 has the most to print
 
-Explain = Callable[[BaseException], str | None]
-_logs: weakref.WeakKeyDictionary[FailureLog, Explain] = weakref.WeakKeyDictionary()
+_logs: weakref.WeakSet[FailureLog] = weakref.WeakSet()
 
 
-def publish_uncaught(failures: FailureLog, explain: Explain) -> None:
-    """Publish in this failure log, from now on, the exception that ends this process.
-
-    Args:
-        explain: returns what to add to the exception's own words, or None.
-    """
+def publish_uncaught(failures: FailureLog) -> None:
+    """Publish in this failure log, from now on, the exception that ends this process."""
     if failures.mpu.world_size > 1:
-        _logs[failures] = explain
+        _logs.add(failures)
         shorten_uncaught()
         end_after_gloo()
 
 
 def shorten_uncaught() -> None:
     """Let errors of autopar that end this process end in a sentence, from now on."""
-    if not getattr(sys.excepthook, "_autopar", False):
-        _install()
-
-
-def _install() -> None:
+    if getattr(sys.excepthook, "_autopar", False):
+        return
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            for failures, explain in list(_logs.items()):
+            for failures in list(_logs):
                 _publish(failures, error)
-                note = explain(error)
-                told = any(each.startswith("autopar: ") for each in getattr(error, "__notes__", ()))
-                if note is not None and not told:
-                    error.add_note(note)
             if isinstance(error, AutoparError) and os.environ.get("AUTOPAR_TRACEBACK") != "full":
                 trace = _shorten(error, trace)
             _tell_torchrun(error, trace)

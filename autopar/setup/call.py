@@ -14,7 +14,6 @@ from torch import nn
 from autopar import registry
 from autopar.compat.transformers import router_loss_module
 from autopar.config import ParallelConfig
-from autopar.config.sections import explain_argument
 from autopar.data_parallel.fully_sharded import check_layer_drop, check_offload, check_tied_experts
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.data_parallel.precision import DTYPES
@@ -53,20 +52,12 @@ class Call(NamedTuple):
         return {"config": dataclasses.asdict(self.config), "optimizer": self.optimizer}
 
 
-def check_call(
-    model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any, mistaken: dict[str, Any]
-) -> Call:
+def check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any) -> Call:
     """Check the arguments of ``initialize`` on this rank; the model is only read.
 
-    Args:
-        mistaken: keyword arguments that ``initialize`` does not have.
-
     Raises:
-        ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call.
+        ConfigError, UnsupportedModelError, PolicyError: the call is wrong.
     """
-    for name, value in mistaken.items():
-        advice = explain_argument(name, value) or nearest(name, ("config", "policy", "optimizer", "lr_scheduler"))
-        raise ConfigError(f"initialize takes no argument '{name}'.{advice}")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
     registry.check_settings(parsed)

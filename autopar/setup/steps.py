@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed import tensor as dtensor
 from transformers import PreTrainedModel
 
 from autopar import checkpoint, registry
@@ -27,7 +26,7 @@ from autopar.distributed.failures import FailureLog, publish_uncaught
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.dry_run.plan_model import Plans
-from autopar.errors import AutoparError, tell
+from autopar.errors import tell
 from autopar.pipeline_parallel import pipeline as pipeline_methods
 from autopar.plan.plan import Plan, derived_notice, held, summarise
 from autopar.plan.stages import StagePlan
@@ -125,7 +124,7 @@ def open_failure_log(model: nn.Module, state: Parallelized, given: Given) -> Non
     mpu.failures = state.failures = FailureLog(mpu, config.pipeline.timeout)
     for axis in (mpu.tp, mpu.cp, mpu.tp_cp, mpu.ep):
         axis.explain, axis.read_timeout = state.failures.failure_of_layer, config.loss_read_timeout
-    publish_uncaught(state.failures, explained(model, state))
+    publish_uncaught(state.failures)
 
 
 def take_values_of_rank_0(model: nn.Module, state: Parallelized, given: Given) -> None:
@@ -269,80 +268,3 @@ def undo(model: nn.Module, state: Parallelized) -> None:
     _alive.discard(state)
     if not kept:
         state.mpu.destroy()
-
-
-# -- notes on torch's errors -------------------------------------------------------------------------------------------
-
-_DTENSOR = ("DTensor", "Sharding propagation failed", "sharding strategy")
-_DTENSOR_FILES = dtensor.__file__.rpartition("/")[0] + "/"
-_OF_STAGES: tuple[tuple[type[Exception], str, str], ...] = (
-    (
-        ValueError,
-        "optimizer got an empty parameter list",
-        "{held}, and these weights are on other stages.\n  Make the optimizer before autopar.initialize and give it "
-        "(optimizer=): a stage keeps its own. Or make it where there are weights:\n"
-        "  optimizer = AdamW(parameters) if parameters else None, and step it there.",
-    ),
-    (
-        TypeError,
-        "(torch.nn.Parameter or None expected)",
-        "{held}. Parameters of other stages are placeholders here.\n  Tie or replace weights before "
-        "autopar.initialize.",
-    ),
-    (
-        RuntimeError,
-        "The size of tensor a (",
-        "{held}. model.parameters() are these alone: pair them with other tensors\n  by name "
-        "(model.named_parameters()), not by their place in a list.",
-    ),
-)
-
-
-def explained(model: nn.Module, state: Parallelized) -> Callable[[BaseException], str | None]:
-    """Return a function that returns what to add to an error of torch, or None. It holds model and state weakly."""
-    of, its = weakref.ref(model), weakref.ref(state)
-
-    def explain(error: BaseException) -> str | None:
-        model, state = of(), its()
-        if model is None or state is None or isinstance(error, AutoparError):
-            return None
-        note = _of_dtensors(error, state.config.zero_stage) if state.config.fully_sharded else None
-        if note is None and state.stages.ranks > 1:
-            held = _describe_stage(model, state.stages, state.mpu)
-            found = (text for kind, words, text in _OF_STAGES if isinstance(error, kind) and words in str(error))
-            note = next((f"autopar: {text.format(held=held)}" for text in found), None)
-        return note
-
-    return explain
-
-
-def _describe_stage(model: nn.Module, stages: StagePlan, mpu: MPU) -> str:
-    """Return which stages this rank holds, and how many of the parameters."""
-    here = len(list(model.parameters()))
-    values = (value for module in model.modules() for value in vars(module).values())
-    gone = {value.weight_name for value in values if hasattr(value, "weight_name")}  # of other stages
-    own = stages.stages_on(mpu.pp.rank)
-    which = f"stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, own))} of {stages.stages}"
-    return f"this rank holds {which}: {here} of {here + len(gone)} parameters"
-
-
-def _of_dtensors(error: BaseException, stage: int) -> str | None:
-    text, trace = str(error), error.__traceback__
-    if "FSDP does not support deepcopy" in text:
-        return (
-            f"autopar: with zero.stage {stage} torch's FSDP2 holds the weights. Make a second model before "
-            "autopar.initialize (and initialize it, too);\n  {name: p.detach().clone() for name, p in "
-            "model.named_parameters()} copies the weights (an average of them, a start)."
-        )
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    of_torch = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_DTENSOR_FILES)
-    if not of_torch and not any(words in text for words in _DTENSOR):
-        return None
-    return (
-        f"autopar: with zero.stage {stage} parameters and gradients are torch's DTensors; a replica has some rows of "
-        "each. Of p:\n  autopar.full(p) is all of it, on all ranks, also for a penalty in the loss; p.to_local() is "
-        "what is here;\n  a module inside of a block gets its weights in the forward of the block: call the block;\n  "
-        "torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements) makes a DTensor of a mask,\n  "
-        "or of new values for p.copy_()."
-    )
