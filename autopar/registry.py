@@ -155,10 +155,7 @@ SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 # Rules of policies and plans that features add: entries of their tables ``matches`` and ``rules``.
-RULES: Mapping[str, str] = dict.fromkeys(("by_expert", "calls_experts", "expert_modules", "experts"), "experts")
-
-# Variables of the environment that ask for a feature, if they are set.
-VARIABLES: Mapping[str, str] = {TRACE: "tools"}
+RULES = ("by_expert", "calls_experts", "expert_modules", "experts")
 
 # Public names of the package that features add.
 OF_FEATURES: Mapping[str, str] = {
@@ -166,6 +163,18 @@ OF_FEATURES: Mapping[str, str] = {
     "expert_load": "experts",
     **dict.fromkeys(("full", "local_hooks", "whole"), "user_code"),
     **dict.fromkeys(("gather_for_metrics", "prepare_dataloader"), "data_loader"),
+}
+
+# Entries that a policy, a model, user code or the environment asks for -> the feature that has them.
+HOMES: Mapping[str, str] = {
+    **OF_FEATURES,
+    **dict.fromkeys((*RULES, "router_loss"), "experts"),
+    **dict.fromkeys((TRACE, "derive"), "tools"),
+    **dict.fromkeys(("transformers", "base"), "quantized"),
+    **dict.fromkeys(("toolbox", "RandomStateTracker"), "megatron"),
+    "adapters": "peft",
+    "generate": "generation",
+    "guards": "rank_checks",
 }
 
 
@@ -224,18 +233,18 @@ def entries(table: str, config: Any = None) -> Iterator[tuple[str, Any]]:
             yield name, load(entry)
 
 
-def entry(table: str, name: str, where: object = "") -> Any:
+def entry(table: str, name: str, what: str = "") -> Any:
     """Return the object of one entry; None if no feature has it.
 
     Args:
-        where: Line of the policy that asks for a rule.
+        what: The reason why the feature that :data:`HOMES` names for it must be installed; "" if it need not be.
 
     Raises:
-        ConfigError: the feature that :data:`RULES` names for it is not installed.
+        ConfigError: That feature is not installed.
     """
     found = next((known[name] for known in (getattr(each, table) for each in features()) if name in known), None)
-    if found is None and name in RULES:
-        need(RULES[name], f"the rule '{name}' ({where})")
+    if what and name in HOMES:
+        need(name, what)
     return None if found is None else load(found)
 
 
@@ -251,10 +260,9 @@ def public_name(name: str) -> Any:
         MissingFeatureError: the feature is not installed.
     """
     try:
-        need(OF_FEATURES[name], f"autopar.{name}")
+        return entry("names", name, f"autopar.{name}")
     except ConfigError as error:
         raise MissingFeatureError(str(error)) from None
-    return entry("names", name)
 
 
 def lazy_names(
@@ -317,12 +325,9 @@ def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable
 
 def begin_asked() -> None:
     """Begin what the environment asks for. Raises ConfigError if a variable needs a feature that is not installed."""
-    for name, feature in VARIABLES.items():
-        if os.environ.get(name):
-            need(feature, f"{name}={os.environ[name]}")
-    for name, begin in ((name, begin) for each in features() for name, begin in each.variables.items()):
-        if os.environ.get(name):
-            load(begin)()
+    for name in dict.fromkeys([TRACE, *(name for each in features() for name in each.variables)]):
+        if value := os.environ.get(name):
+            entry("variables", name, f"{name}={value}")()
 
 
 def check_settings(config: Any) -> None:
@@ -333,24 +338,24 @@ def check_settings(config: Any) -> None:
             need(feature, f"{key}: {value}")
 
 
-def installed(feature: str) -> bool:
-    """Return whether a feature is installed."""
-    return any(each.name == feature for each in features())
+def installed(name: str) -> bool:
+    """Return whether a feature is installed, or the one that :data:`HOMES` names for an entry."""
+    return any(each.name == HOMES.get(name, name) for each in features())
 
 
-def missing(feature: str, what: str) -> str:
-    """Return the end of an error on a name: that ``what`` needs a feature, if it is not installed; else nothing."""
-    return "" if installed(feature) else f" {what} need the feature '{feature}', which is not installed."
+def missing(name: str, what: str) -> str:
+    """Return the end of an error: ``what`` needs a feature (:func:`installed`); "" if that is installed."""
+    return "" if installed(name) else f" {what} need the feature '{HOMES.get(name, name)}', which is not installed."
 
 
-def need(feature: str, what: str) -> None:
-    """Raise ConfigError unless a feature is installed.
+def need(name: str, what: str) -> None:
+    """Raise ConfigError unless a feature is installed (:func:`installed`).
 
     Args:
         what: The reason: a setting with its value, a rule with its file and line, or a kind of model.
     """
-    if not installed(feature):
-        names = [each.name for each in features()]
+    if not installed(name):
+        feature, names = HOMES.get(name, name), [each.name for each in features()]
         folder = "autopar/tools" if feature == "tools" else f"autopar/features/{feature}"
         raise ConfigError(
             f"{what} needs the feature '{feature}', which is not installed.\n"

@@ -30,8 +30,6 @@ SETS = {
 BODIES: set[Any] = set()
 """Code objects of the functions that patched functions call. A walk of the stack skips them, like frames of torch."""
 
-TESTED = {"torch": "2.13 and 2.14", "accelerate": "1.15", "deepspeed": "0.19.8"}
-
 
 class Patch(NamedTuple):
     """One function of a library that asks autopar.
@@ -115,25 +113,20 @@ def patch_body(wrapper: Any, cell: str, body: _Body) -> _Body:
     return plain
 
 
-def patch_name(holder: Any, name: str, body: _Body) -> None:
-    """Patch a function that its own module looks up by name."""
-    plain = _member(holder, holder.__name__, name)
-    setattr(holder, name, functools.wraps(plain)(functools.partial(body, plain)))
-    _note(f"{holder.__name__}.{name}", body, functools.partial(setattr, holder, name, plain))
-
-
-def patch_member(kind: type, name: str, body: _Body) -> None:
-    """Patch a method of a class, or what one of its properties returns."""
-    where = f"{kind.__module__}.{kind.__name__}"
-    member = _member(kind, where, name)
+def patch_member(holder: Any, name: str, body: _Body) -> None:
+    """Patch a function of a module, a method of a class, or what one of its properties returns."""
+    where = f"{holder.__module__}.{holder.__name__}" if isinstance(holder, type) else holder.__name__
+    member = vars(holder).get(name)
+    if member is None:
+        raise _changed(f"{where}.{name}")
     plain: Any = member.fget if isinstance(member, property) else member
 
     @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return body(plain, self, *args, **kwargs)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return body(plain, *args, **kwargs)
 
-    setattr(kind, name, property(method) if isinstance(member, property) else method)
-    _note(f"{where}.{name}", body, functools.partial(setattr, kind, name, member))
+    setattr(holder, name, property(patched) if isinstance(member, property) else patched)
+    _note(f"{where}.{name}", body, functools.partial(setattr, holder, name, member))
 
 
 def patch_setter(kind: type, name: str, body: _Body) -> None:
@@ -148,31 +141,25 @@ def patch_setter(kind: type, name: str, body: _Body) -> None:
 
 
 def patch_entry(table: dict[Any, _Body], name: str, key: Any, body: _Body) -> None:
-    """Add a function to a table by which a library chooses; ``name``: what becomes another one by it."""
-    plain = table.get(key)
+    """Add a function to a table by which a library chooses.
+
+    Args:
+        name: The function of the library that it replaces, for :func:`patches`.
+    """
+    before = {key: table[key]} if key in table else {}
 
     def undo() -> None:
-        if plain is None:
-            table.pop(key, None)
-        else:
-            table[key] = plain
+        del table[key]
+        table.update(before)
 
     table[key] = body
     _note(name, body, undo)
 
 
-def _member(holder: Any, where: str, name: str) -> Any:
-    member = vars(holder).get(name)
-    if member is None:
-        raise _changed(f"{where}.{name}")
-    return member
-
-
 def _changed(where: str) -> ConfigError:
     library = where.partition(".")[0]
     return ConfigError(
-        f"{library} {_version(library)} has no {where}, which a parallelized model patches: its calls would be wrong.\n"
-        f"  Tested is {library} {TESTED.get(library, '(another version)')}."
+        f"{library} {_version(library)} has no {where}, which a parallelized model patches: its calls would be wrong."
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from autopar.compat.c10d import default_group, in_fake_world
 
 _CROWDED = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > (os.cpu_count() or 1)
 _POLL = 0.0 if _CROWDED else 1e-3  # seconds; who waits longer sleeps, and leaves the core to another rank
-
-_yield: Callable[[], Any] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
@@ -67,7 +64,7 @@ def finish(work: dist.Work | None) -> None:
     if not work.is_completed() and not in_fake_world():
         end = time.perf_counter() + _POLL
         while not work.is_completed() and time.perf_counter() < end:
-            _yield()
+            os.sched_yield()
     work.wait()
 
 

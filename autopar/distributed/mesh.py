@@ -181,6 +181,7 @@ class MPU(NotCopied):
         config = ParallelConfig(
             tp, pp, ep, cpu_transport=cpu_transport, context_parallel_size=cp, reduce_dtype=reduce_dtype
         )
+        registry.check_settings(config)
         start_process_group()
         world = dist.get_world_size()
         ParallelConfig.parse(config, world)
@@ -219,8 +220,6 @@ class MPU(NotCopied):
         else:
             self.control = dist.group.WORLD
         try:
-            if cpu_transport == "shm":
-                registry.need("host_transport", "cpu_transport: shm")
             for _, choose in registry.entries("transports"):
                 self.tp.transport = self.tp.transport or choose(self.tp, groups["tp"], cpu_transport, self.control)
         except ConfigError:
@@ -344,7 +343,7 @@ class MPU(NotCopied):
                 if name in vars(names):
                     return vars(names)[name].__get__(self, type(self))
             hint = nearest(name, [one for one in dir(self) if not one.startswith("_")], cutoff=0.6)
-            hint = hint or registry.missing("megatron", "Names of Megatron-LM")
+            hint = hint or registry.missing("toolbox", "Names of Megatron-LM")
             raise AttributeError(f"an MPU has no {name!r}.{hint}", name=name)
 
     def __dir__(self) -> list[str]:

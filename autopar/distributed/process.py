@@ -49,7 +49,7 @@ class Process(NamedTuple):
 
     Attributes:
         place: the machine, since it was started, and the namespace in which ``pid`` counts.
-        started: start time in the kernel's ticks; empty where the kernel does not tell.
+        started: start time in the kernel's ticks; "" where ``/proc`` cannot be read.
     """
 
     place: str
@@ -65,14 +65,6 @@ class Process(NamedTuple):
         """Check whether the process runs; None if that cannot be told, because it runs on another machine."""
         if self.place != _place():
             return None
-        if not self.started:
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                return False
-            except OSError:
-                return None
-            return True
         state, started = _status(self.pid)
         return None if state == "?" else state not in "ZX" and started == self.started
 
@@ -218,5 +210,4 @@ def cores_of_a_rank(ranks: int) -> int:
         ranks: of the job; all of them are taken to be on this machine unless torchrun says how many are.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, here))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, here))

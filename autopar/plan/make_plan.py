@@ -143,7 +143,7 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     expert_rules: Collection[str] = ()
     if experts > 1:
         where = next((match.rule.where for match in matches if match.rule.by_expert is not None), policy.where)
-        lay = registry.entry("matches", BY_EXPERT, where)
+        lay = registry.entry("matches", BY_EXPERT, f"the rule '{BY_EXPERT}' ({where})")
         matches, expert_attributes, expert_rules = lay(matches, root, experts)
     for bare in (False, True):  # a bare parameter that is tied to one which a layer's rule shards follows that rule
         for match in matches:

@@ -129,7 +129,7 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
     def make() -> tuple[Plans, Materializer]:
         if mpu.dp_cp.size > 1 and router_loss_module(call.inner) is not None:
             kind = type(call.inner).__name__
-            registry.need("experts", f"the auxiliary loss of the routers of {kind} over {mpu.dp_cp.size} replicas")
+            registry.need("router_loss", f"the auxiliary loss of the routers of {kind} over {mpu.dp_cp.size} replicas")
         if mpu.world_size > 1:
             quantizers(type(call.inner).__name__, getattr(call.inner, "hf_quantizer", None))
         if call.config.precision != "fp32":

@@ -250,7 +250,7 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
         step(model, state, given)
     if notice is not None:
         tell(_log, notice)
-    unchecked = registry.missing("rank_checks", "Comparisons of ranks (consistency_check)").strip()
+    unchecked = registry.missing("guards", "Comparisons of ranks (consistency_check)").strip()
     if unchecked and state.config.consistency_check and mpu.is_master:
         tell(_log, unchecked)
     if mpu.is_master:

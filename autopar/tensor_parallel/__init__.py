@@ -20,7 +20,7 @@ def _hint(name: str) -> str:
         return ""
     if any(name in vars(names) for _, names in registry.entries("mesh_names")):
         return f" It is a method of the MPU here: model.mpu.{name}()."
-    return nearest(name, __getattr__("__all__"), cutoff=0.7) or registry.missing("megatron", "Names of Megatron-LM")
+    return nearest(name, __getattr__("__all__"), cutoff=0.7) or registry.missing("toolbox", "Names of Megatron-LM")
 
 
 _find, _dir = lazy_names(__name__, _NAMES, _hint)

@@ -87,7 +87,7 @@ def attach(
 
 def refuse_methods(model: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Let methods of Hugging Face models raise that a sharded model does not have."""
-    generates = registry.installed("generation")
+    generates = registry.installed("generate")
     for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
         bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
         if not generates:
@@ -110,7 +110,7 @@ def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def _need_generation(name: str, self: Any, *_: Any, **__: Any) -> None:
-    registry.need("generation", f"{type(self).__name__}.{name} on several ranks")
+    registry.need("generate", f"{type(self).__name__}.{name} on several ranks")
 
 
 def chunk_head(model: nn.Module, axis: Axis, region: Region) -> None:

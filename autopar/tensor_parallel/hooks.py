@@ -101,7 +101,7 @@ _begin_forward: Any = torch.library.custom_op(
     _run,
     mutates_args=(),
     schema="(Tensor[] tensors, int key, str names, str others) -> Tensor[]",
-    tags=[torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [],
+    tags=[torch.Tag.cudagraph_unsafe],
 )
 _begin_forward.register_fake(_on_meta)
 _begin_forward.register_autograd(_backward)

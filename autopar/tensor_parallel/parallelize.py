@@ -227,9 +227,6 @@ _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
 }
 
 
-_REGION_MODULES: dict[str, type[RegionModule]] = {"norm_over": ShardedNorm}
-
-
 def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeight | None = None) -> type[nn.Module]:
     """Return the class that a module of class ``plain`` becomes; subclasses keep their own behaviour (``embed_scale``).
 
@@ -250,7 +247,8 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeigh
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
-    found: Any = _REGION_MODULES.get(plan.rule) or registry.entry("rules", plan.rule, plan.where) or RegionModule
+    found: Any = ShardedNorm if plan.rule == "norm_over" else None
+    found = found or registry.entry("rules", plan.rule, f"the rule '{plan.rule}' ({plan.where})") or RegionModule
     mixin = found if isinstance(found, type) else found(plain)
     return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
 
