@@ -74,7 +74,7 @@ def named_collective(name: str) -> Callable[[_Function], _Function]:
 
 
 def _described(name: str, args: tuple[Any, ...]) -> str:
-    axis = next((arg for arg in args if isinstance(arg, Axis)), None) or getattr(args[0], "axis", None)
+    axis = next((arg for arg in args if isinstance(arg, Axis)), getattr(args[0], "axis", None))
     tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
     collective, _, place = name.partition(": ")
     shape = "" if tensor is None else f" {list(tensor.shape)}"
@@ -82,7 +82,6 @@ def _described(name: str, args: tuple[Any, ...]) -> str:
 
 
 _Backward = TypeVar("_Backward", bound=Callable[..., Any])
-_Again = Callable[..., Any]
 
 
 def keep_none(ctx: Any) -> None:
@@ -98,14 +97,13 @@ class NoGraph:
         pass
 
 
-def any_order(again: _Again) -> Callable[[_Backward], _Backward]:
+def any_order(again: Callable[..., Any]) -> Callable[[_Backward], _Backward]:
     """Decorate the backward of an autograd function: with ``create_graph=True`` ``again(ctx, *gradients)`` runs.
 
-    Where no gradient came, none goes on and neither runs: the graph is the same on all ranks, and so is the collective
-    that they leave out.
+    Without any gradient neither runs: the graph is identical on all ranks, and so is the collective that they skip.
 
     Args:
-        again: the same gradients, made of functions that are differentiable in what was saved and in the gradients.
+        again: The same gradients, differentiable in the saved tensors and in the gradients.
     """
 
     def decorate(backward: _Backward) -> _Backward:

@@ -50,11 +50,11 @@ from autopar.layout import Block, Layout, even_shards
 
 
 class _Running(threading.local):
-    """Where a feature keeps results of collectives in this thread: a backward recomputes in threads of autograd's.
+    """The tape on which a feature keeps results of collectives in this thread, as autograd's threads recompute.
 
     Attributes:
-        tape: Object that takes the result of each (``note(name, x)``), or writes that of an earlier run and returns
-            True (``plays(name, x)``); None where nothing is kept.
+        tape: Object that takes each result (``note(name, x)``), or writes an earlier one and returns True
+            (``plays(name, x)``); None: nothing is kept.
     """
 
     tape: Any = None
@@ -70,10 +70,10 @@ def note_on_meta(name: str, x: torch.Tensor, shape: Sequence[int] | None = None)
 
 
 def run(collective: Callable[..., Any], axis: Axis, *args: Any, kept: bool = True) -> None:
-    """Run one of ``gloo_collectives`` by what carries it; if a rank failed, the error names it and its reason.
+    """Run one of ``gloo_collectives``, which writes ``args[0]``; if a rank failed, the error names it and its reason.
 
-    ``args[0]`` is written. The recomputation of a block that keeps its collectives reads it from a tape; not with
-    ``kept=False``, of messages between two ranks, which a recomputation sends again.
+    The recomputation of a block that keeps its collectives reads them from a tape; but for messages between two ranks
+    (``kept=False``), which a recomputation sends again.
     """
     tape, name = running.tape if kept else None, getattr(collective, "__name__", "")
     if tape is not None and tape.plays(name, args[0]):
@@ -377,8 +377,8 @@ def gather_sum(
     """All-gather ``[..., n/axis] -> [..., n]`` into a sharded region; backward is a reduce-scatter.
 
     Args:
-        layout: of ``n``; by default every rank has as much as this one.
-        gathered: what the all-gather would make, where that is known already.
+        layout: Layout of ``n``; by default every rank has as much as this one.
+        gathered: Result of the all-gather, where it is known already.
     """
     return _apply(_GatherSum, x, axis, dim, layout or even_layout(x.shape[dim] * axis.size, axis.size), gathered)
 

@@ -84,7 +84,7 @@ class FailureLog(NotCopied):
         self.name = everyone[0][1]  # of this log, the same on all ranks and in no other one
         self._store = PrefixStore(f"autopar failures {self.name}", default_store())
         self._published = False
-        self._in_deadline = False
+        self.in_deadline = False  # whether collectives are limited to ``timeout``
         self._found: tuple[int, list[Any]] = (-1, [])  # backends of so many groups
         self._store_lost = False  # it no longer answers
 
@@ -136,10 +136,9 @@ class FailureLog(NotCopied):
         return answers[0] if answers else None
 
     def describe(self, ranks: Iterable[int]) -> str:
-        """Describe the ranks for which this one waited in vain, and all whose process has ended: indented lines.
+        """Describe ``ranks``, which did not come, and all whose process has ended: indented lines.
 
-        Gives those that have published nothing :data:`GRACE` seconds to do so, and those whose report is pending a
-        little more.
+        Ranks that have published nothing get :data:`GRACE` seconds, those whose report is pending a little more.
         """
         asked = [rank for rank in ranks if rank != self.mpu.rank]
         start = time.monotonic()
@@ -187,7 +186,7 @@ class FailureLog(NotCopied):
         names = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
         kind = f"{names[axis]}-parallel" if axis in names else axis
         article = "an" if kind[0] in "aeiou" else "a"
-        return None if self._in_deadline else self.failure_of(error, f"{article} {kind} collective", ranks)
+        return None if self.in_deadline else self.failure_of(error, f"{article} {kind} collective", ranks)
 
     @contextlib.contextmanager
     def blame(self, collective: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -208,11 +207,6 @@ class FailureLog(NotCopied):
         with self.deadline(), self.blame(collective, ranks):
             yield
 
-    @property
-    def in_deadline(self) -> bool:
-        """Whether collectives are limited to ``timeout`` already."""
-        return self._in_deadline
-
     @contextlib.contextmanager
     def deadline(self) -> Iterator[None]:
         """Limit collectives inside to ``timeout`` seconds instead of torch's own timeout, and publish errors.
@@ -220,12 +214,12 @@ class FailureLog(NotCopied):
         ``StopIteration`` is none. One thread at a time may use it, because the timeouts are those of the process
         groups.
         """
-        if self._in_deadline or self.mpu.world_size == 1:
+        if self.in_deadline or self.mpu.world_size == 1:
             yield
             return
         before = [(backend, backend.options._timeout) for backend in self._backends()]
         self.clear()
-        self._in_deadline = True
+        self.in_deadline = True
         try:
             for backend, _ in before:
                 set_timeout(backend, timedelta(seconds=self.timeout))
@@ -236,7 +230,7 @@ class FailureLog(NotCopied):
             self.publish_error(error)
             raise
         finally:
-            self._in_deadline = False
+            self.in_deadline = False
             for backend, timeout in before:
                 set_timeout(backend, timeout)
 

@@ -95,12 +95,12 @@ _DIMS = ("pp", "edp", "inner", "cp", "tp")  # the same, with dp in two
 def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, list[list[int]]]:
     """Return the global ranks of every group of every axis; each axis partitions the world. Pure arithmetic.
 
-    Joined axes vary what they name: ``dp_cp``, ``tp_cp``, ``tp_pp``, and ``model``, one whole model replica (tp x cp x
-    pp). ``embedding`` groups the first and last stage, which both hold tied embeddings.
+    Joined axes vary the axes in their name; ``model`` is one model replica (tp x cp x pp). ``embedding`` groups the
+    first and last stage, which both hold tied embeddings.
 
     Args:
-        experts: the expert-parallel size. Above tp, ``ep`` joins tp and the innermost replicas, ``edp`` the others.
-        zero: neighbours in ``dp_cp`` over which FSDP2 shards, the axis ``fsdp``; ranks with the same rows: ``hsdp``.
+        experts: Expert-parallel size. Above tp, ``ep`` joins tp and the innermost replicas, ``edp`` the other ones.
+        zero: Number of neighbours in ``dp_cp`` over which FSDP2 shards (``fsdp``); ``hsdp`` joins equal rows.
     """
     inner = max(experts // sizes.tp, 1)
     ranks = np.arange(math.prod(sizes)).reshape(sizes.pp, sizes.dp // inner, inner, sizes.cp, sizes.tp)
@@ -112,12 +112,9 @@ def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, 
         size = math.prod(ranks.shape[dim] for dim in dims)
         return ranks.transpose(*fixed, *dims).reshape(-1, size).tolist()
 
-    groups = {name: groups_of(name) for name in ("tp", "dp", "pp")}
-    groups["model"] = groups_of("pp", "cp", "tp")
-    groups |= {name: groups_of(*name.split("_")) for name in ("cp", "dp_cp")}
-    groups |= {"tp_cp": groups_of("cp", "tp"), "tp_pp": groups_of("pp", "tp")}
-    groups |= {"ep": groups_of("ep"), "edp": groups_of("edp")}
-    groups |= {"edp_cp": groups_of("edp", "cp"), "ep_pp": groups_of("pp", "inner", "tp")}
+    groups = {name: groups_of(*name.split("_")) for name in ("tp", "dp", "pp", "cp", "dp_cp", "ep", "edp", "edp_cp")}
+    groups |= {"model": groups_of("pp", "cp", "tp"), "tp_cp": groups_of("cp", "tp"), "tp_pp": groups_of("pp", "tp")}
+    groups["ep_pp"] = groups_of("pp", "inner", "tp")
     if zero:
         joint = groups["dp_cp"]
         groups["fsdp"] = [line[at : at + zero] for line in joint for at in range(0, len(line), zero)]
@@ -132,36 +129,35 @@ class MPU(NotCopied):
     Every process of the world makes it, at the same point of the program, with the same sizes.
 
     Args:
-        tensor_parallel_size: ranks over which layers are sharded.
-        pipeline_parallel_size: stages. The data-parallel size is world_size / (tp * cp * pp).
-        cpu_transport: what carries collectives of the tensor-parallel axis on the CPU: ``gloo``, ``shm`` (memory that
+        tensor_parallel_size: Number of ranks over which layers are sharded.
+        pipeline_parallel_size: Number of stages. The data-parallel size is world_size / (tp * cp * pp).
+        cpu_transport: Carrier of collectives of the tensor-parallel axis on the CPU: ``gloo``, ``shm`` (memory that
             the ranks of one machine share), or ``auto``.
-        context_parallel_size: ranks that share the sequences of a batch.
-        reduce_dtype: in which tensors of half precision are summed: ``same``, their own dtype, or ``fp32``.
-        expert_parallel_size: ranks over which the experts of mixtures are sharded by number: 1, or a multiple of the
-            tensor-parallel size.
-        zero_shard_size: neighbouring ranks of ``dp_cp`` over which ZeRO's stages 2 and 3 shard; 0: all of them.
+        context_parallel_size: Number of ranks that share the sequences of a batch.
+        reduce_dtype: Dtype in which tensors of half precision are summed: ``same``, their own, or ``fp32``.
+        expert_parallel_size: Number of ranks over which experts are sharded: 1, or a multiple of tp.
+        zero_shard_size: Number of neighbours in ``dp_cp`` over which ZeRO's stages 2 and 3 shard; 0: all of them.
 
     Attributes:
-        tp: the axis (:class:`~autopar.distributed.axis.Axis`) of the ranks that hold the other shards of its layers.
-        cp: of the ranks that share its sequences.
-        dp: of the ranks that hold the same shard and read other data.
-        pp: of the stages of its replica.
-        dp_cp: of the ranks that hold the same shard; ``dp`` itself where cp is 1.
-        tp_cp: of the ranks of a stage that get the same batch; ``tp`` itself where cp is 1.
-        model: of all ranks that get the same batch, one model replica.
-        tp_pp: of ranks that together hold each shard once; ``model`` itself where cp is 1.
-        ep: of the ranks that hold the other experts of its layers; this rank alone where that size is 1.
-        edp: of the ranks that hold the same experts and read other data; ``dp`` itself unless ep is above tp.
-        shards: of the ranks that together hold the weights of a stage: ``ep`` where it is above tp, else ``tp``.
-        copies: of the ranks that hold the same shards as this one, experts among them.
-        fsdp: of the ranks over which ZeRO's stages 2 and 3 shard; ``dp_cp`` itself, or a part of it.
-        shards_pp: of the ranks that together hold the weights of all stages.
+        tp: Axis (:class:`~autopar.distributed.axis.Axis`) of the ranks that hold the other shards of its layers.
+        cp: Axis of the ranks that share its sequences.
+        dp: Axis of the ranks that hold the same shard and read other data.
+        pp: Axis of the stages of its replica.
+        dp_cp: Axis of the ranks that hold the same shard; ``dp`` itself where cp is 1.
+        tp_cp: Axis of the ranks of a stage that get the same batch; ``tp`` itself where cp is 1.
+        model: Axis of all ranks that get the same batch, one model replica.
+        tp_pp: Axis of ranks that together hold each shard once; ``model`` itself where cp is 1.
+        ep: Axis of the ranks that hold the other experts of its layers; this rank alone at size 1.
+        edp: Axis of the ranks that hold the same experts and read other data; ``dp`` itself unless ep is above tp.
+        shards: Axis of the ranks that together hold the weights of a stage: the larger one of ``ep`` and ``tp``.
+        copies: Axis of the ranks that hold the same shards as this one, experts among them.
+        fsdp: Axis over which ZeRO's stages 2 and 3 shard; ``dp_cp`` itself, or a part of it.
+        shards_pp: Axis of the ranks that together hold the weights of all stages.
         sizes: ``MeshSizes(tp, pp, dp, cp)``.
-        device: where this rank computes: its GPU under nccl, another accelerator under its own backend, else the CPU.
-        failures: the failure log of the model that the mesh is of; None of one that was made by hand.
-        alive: whether the process groups exist: from the start until :meth:`destroy`.
-        random_tracker: the named random streams, after ``tensor_parallel.manual_seed`` was called with this MPU.
+        device: Device of this rank: its GPU under nccl, another accelerator under its own backend, else the CPU.
+        failures: Failure log of the model; None for a mesh made by hand.
+        alive: Whether the process groups exist: from the start until :meth:`destroy`.
+        random_tracker: Named random streams, after ``tensor_parallel.manual_seed`` was called with this MPU.
 
     Raises:
         ConfigError: if the sizes do not divide the world, with those that would fit; if ``shm`` is impossible.
