@@ -131,27 +131,15 @@ def holds_states(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(holds_states, value))
 
 
-_HELPER = (
-    "tp_all_reduce_state",
-    "tp_all_reduce_min",
-    "tp_broadcast_from_rank_0",
-    "tp_broadcast_object_from_rank_0",
-    "are_kv_heads_tp_ed",
-    "destroy_cpu_comm_group",
-)
-_MANAGER = ("_create_batch_processor", "_generation_step", "warmup", "start", "stop", "pause", "is_running")
-
-
 @functools.cache
 def takes_ranks() -> bool:
-    """Return whether this release asks an object what ranks must have alike, and makes the cache in one place."""
+    """Return whether continuous batching of this release queries an object about what ranks must agree on."""
     try:
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
         from transformers.generation.continuous_batching.distributed import DistributedHelper
     except ImportError:
         return False
-    helper = all(hasattr(DistributedHelper, name) for name in _HELPER)
-    return helper and all(hasattr(ContinuousBatchingManager, name) for name in _MANAGER)
+    return hasattr(DistributedHelper, "destroy_cpu_comm_group") and hasattr(ContinuousBatchingManager, "is_running")
 
 
 def kept_manager(model: Any) -> Any:

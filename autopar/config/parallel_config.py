@@ -1,4 +1,4 @@
-"""ParallelConfig: what the user asks for, from a dict, a JSON or a YAML file. All errors at once."""
+"""ParallelConfig: the user's configuration, read from a dict, a JSON or a YAML file. All errors at once."""
 
 from __future__ import annotations
 
@@ -33,64 +33,12 @@ _NO_PIPELINE = PipelineConfig()
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Resolved configuration.
+    """Resolved configuration. ``docs/configuration.md`` describes every key.
 
-    Attributes:
-        tensor_parallel_size: ranks over which the layers of one model replica are sharded.
-        pipeline_parallel_size: stages into which the blocks of one model replica are split.
-        expert_parallel_size: 1: tensor-parallel ranks hold a part of each expert. A multiple of their number: so many
-            ranks, those of several replicas, hold whole experts of a mixture, and tokens travel to them.
-        expert_dispatch: how tokens travel: ``all_to_all``, each to the ranks of the experts that it has chosen, or
-            ``all_reduce``: all of them to all ranks, whose outputs are summed.
-        context_parallel_size: ranks that share the sequences of a batch.
-        context_parallel_method: how attention sees whole sequences: ``ulysses`` (each rank has all positions of some
-            heads), ``gather`` (each rank gathers keys and values), or ``auto``.
-        sequence_parallel: tensor-parallel ranks hold parts of the sequence between sharded layers; one rank all of it.
-        cpu_transport: what carries the tensor-parallel collectives of CPU tensors: ``gloo``, ``shm`` (memory that the
-            ranks of one machine share), or ``auto``: ``shm`` where that is possible and there is a core for each rank.
-        reduce_dtype: in which activations and gradients of half precision are summed over ranks: ``same``, their own
-            dtype, or ``fp32``, rounded once.
-        activation_checkpointing: recompute the blocks' activations in the backward pass.
-        compile: compile the blocks with ``torch.compile``, one by one.
-        compile_backend: its ``backend``.
-        compile_mode: its ``mode``.
-        compile_fullgraph: its ``fullgraph``.
-        consistency_check: compare what the ranks of a replica must have alike when a forward begins, and gradients and
-            weights of the replicas when an optimizer steps.
-        consistency_inputs: how often contents of inputs, random states and weights are compared: ``first``,
-            ``every N`` forwards, ``always``, or ``auto``: always on the CPU, every 10 on GPUs. Shapes are compared
-            on every forward, but for ``first``.
-        consistency_parameters: ``every N``: at every N-th step all weights that ranks must have alike are compared, not
-            a sample; ``auto``: in the first steps only.
-        loss_chunk: tokens whose logits exist at a time in the loss of a language model; 0: all of them.
-        loss_gather_logits: when ranks gather the logits of a forward that trains: ``on_read``, or ``always``.
-        loss_read_timeout: seconds that a rank which reads such logits waits for the others to read them, too.
-        loss_router_aux: of which tokens the auxiliary loss of a mixture's routers is: ``global``, those of all replicas
-            and of all rows, or ``replica``, of each one's own.
-        cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
-        checkpoint_saves: what recomputed blocks keep of their forward: ``attention``, ``collectives``, ``matmuls``.
-        checkpoint_every: recompute the first block and every so many-th behind it; the others keep their activations.
-        zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 2: gradients too, and weights between
-            steps; 3: weights also between a block's forward and its backward (2 and 3 are torch's FSDP2).
-        zero_shard_size: with stages 2 and 3, neighbouring replicas over which to shard; every such group of them has a
-            copy (HSDP). 0: all of them.
-        zero_cpu_offload: with stages 2 and 3, keep the shards in the CPU's memory.
-        zero_optimizer_offload: with stages 0 and 1, keep the optimizer's state and fp32 weights there, and step there.
-        optimizer_whole: where an optimizer that is not element by element steps a matrix whose parts lie on several
-            tensor-parallel ranks: ``owned``: on one of them, ``duplicated``: on each; ``sharded``: Muon's momentum and
-            weights stay sharded, and only the direction of the update is whole, on one of them.
-        optimizer_split_fused: step the parts of fused matrices (q | k | v, gate | up) with Muon as if each was one.
-        optimizer_across_parameters: the optimizer takes statistics over several parameters (Prodigy, D-Adaptation):
-            every tensor-parallel rank steps all of them; it raises with stages and ZeRO-1.
-        gradient_clipping: largest norm of all gradients; 0 leaves them as they are.
-        policy: path of a policy, or ``derive``, where ``initialize`` is given none; empty: the one of the model type.
-        precision: ``fp32``, ``bf16`` or ``fp16``: what the model computes in; the optimizer works on fp32 weights.
-        initial_scale: by which the loss is multiplied at first, with fp16.
-        min_scale: what it never falls below.
-        max_scale: what it never grows above.
-        growth_interval: steps without an overflow after which the scale grows by ``growth_factor``.
-        hysteresis: overflows after which it is multiplied by ``backoff_factor``.
-        pipeline: how ``execute_pipeline`` runs.
+    A field has the name of its key. Keys of ``zero``, ``optimizer``, ``compile``, ``loss`` and ``consistency_check``
+    come after the name of their section (``zero_stage``), those of ``activation_checkpointing`` after ``checkpoint``.
+    ``precision``, ``compile``, ``consistency_check`` and ``activation_checkpointing`` are themselves the field of their
+    dtype, or of ``enable``.
 
     The form a user writes has sections; a section that is present is on unless it says ``enable: false``. A key or a
     section that is ``null`` is as if it were not there::
@@ -166,7 +114,7 @@ class ParallelConfig:
         """Read a dict, the path of a ``.json`` / ``.yaml`` / ``.yml`` file, or a ready ``ParallelConfig``.
 
         Args:
-            world_size: number of processes in which ``initialize`` runs; None leaves that check to later.
+            world_size: Number of processes in which ``initialize`` runs; None leaves that check to later.
 
         Raises:
             ConfigError: lists every unknown key, wrong type and impossible size that was found.
@@ -233,7 +181,7 @@ class ParallelConfig:
         """Return ``world_size / (tensor_parallel_size * context_parallel_size * pipeline_parallel_size)``.
 
         Raises:
-            ConfigError: if that is not whole; says which world sizes and which tensor-parallel sizes would fit.
+            ConfigError: if that is not an integer; lists the world sizes and tensor-parallel sizes that fit.
         """
         tp, cp, pp = self.tensor_parallel_size, self.context_parallel_size, self.pipeline_parallel_size
         if world_size % (tp * cp * pp):

@@ -1,7 +1,4 @@
-"""The sections of the configuration and their keys, as data; and what is wrong with a value given for one.
-
-:class:`PipelineConfig` is the section ``pipeline``.
-"""
+"""The sections of the configuration and their keys, as data, and their checks; the section ``pipeline``."""
 
 from __future__ import annotations
 
@@ -91,7 +88,7 @@ for _section in ("zero", "optimizer", "compile", "loss"):
 def check_section(
     section: str, content: Mapping[Any, Any], known: Mapping[str, type], problems: list[str]
 ) -> dict[str, Any]:
-    """Return the values of a section that are right; what is wrong with the others is added to ``problems``."""
+    """Return the valid values of a section; problems of the other ones are added to ``problems``."""
     checked: dict[str, Any] = {}
     for key, value in content.items():
         if key in SHORT and key not in known:
@@ -112,7 +109,7 @@ def check_section(
 
 
 def check_value(name: str, value: Any, kind: type) -> str | None:
-    """Return what is wrong with a value, or None."""
+    """Return the problem of a value, or None."""
     if name == "policy" and type(value) is not str:
         return f"policy must be 'derive' or the path of a policy, not {describe(value)}"
     if type(value) is not kind and not (kind is float and type(value) is int):  # True is no int
@@ -133,7 +130,7 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
 
 
 def explain_unknown(section: object, content: object) -> str:
-    """Return what to write instead of a section that is unknown."""
+    """Return the error of an unknown section, with the key that is meant."""
     for name, keys in SECTIONS.items():
         if section in keys and section != "enable" and explain(section, content) is None:
             return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: {clip(str(content))}}}}}"
@@ -151,20 +148,10 @@ def describe(value: object) -> str:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """The section ``pipeline``: how ``execute_pipeline`` runs.
+    """The section ``pipeline`` of ``docs/configuration.md``.
 
-    Attributes:
-        schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero-bubble``, ``zbv`` or ``dualpipev``; a batch that gives
-            fewer micro-batches than two for each rank goes through ``dualpipev`` in the order of ``zbv``.
-        microbatch_size: samples of a micro-batch. None with ``num_microbatches``, and at one stage by default (the
-            whole batch); at more stages the default is 1.
-        num_microbatches: or the number of micro-batches: at least as many as ranks of the pipeline, twice as many with
-            ``dualpipev``. A smaller batch gives fewer.
-        layers_per_stage: blocks of each stage, in order; empty: split by parameters.
-        loss_reduction: ``tokens``: the loss of the whole batch, whatever the padding; ``microbatch``: the mean of the
-            micro-batches' means.
-        timeout: seconds that a rank waits for another one, over any axis, in a step or a plain call.
-        chunks: stages on each rank; above 1 for ``interleaved``, 2 for ``zbv`` and ``dualpipev``.
+    Without ``microbatch_size`` and ``num_microbatches`` a micro-batch is one sample, at one stage the whole batch.
+    ``dualpipev`` runs a batch of fewer micro-batches than two for each rank in the order of ``zbv``.
     """
 
     schedule: str = "1f1b"
@@ -190,7 +177,7 @@ class PipelineConfig:
 
     @classmethod
     def of(cls, section: Mapping[str, Any], pp: int, problems: list[str]) -> PipelineConfig:
-        """From the keys of the section; what is wrong with them is added to ``problems``."""
+        """Make it of the keys of the section; problems are added to ``problems``."""
         found = dict(section)
         schedule = found.setdefault("schedule", "1f1b")
         chunks = found.setdefault("chunks", 2 if schedule in ("interleaved", *_FOLDED) else 1)
@@ -233,7 +220,7 @@ class PipelineConfig:
 
 @functools.cache
 def foreign_keys() -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
-    """Return, for each library, what its keys are called here, and the advice on its other keys."""
+    """Return for each library its keys' names here, and the advice on its other keys."""
     read = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text("utf-8"))
     advice: dict[str, dict[str, str]] = {library: {} for library in (*read["renamed"], "anyone")}
     for row in read["advice"]:
@@ -243,11 +230,7 @@ def foreign_keys() -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]
 
 
 def explain(key: object, value: Any = None) -> str | None:
-    """Return what to write here for a key of another library; None for a key that none of them has.
-
-    Args:
-        value: the user's value, which goes into the advice where it means the same.
-    """
+    """Return the key to write for a key of another library, with the user's value; None if no library has it."""
     renamed, advice = foreign_keys()
     name = clip(str(key)).lstrip("-").replace("-", "_").lower()
     libraries = [library for library in renamed if name in renamed[library] or name in advice[library]]

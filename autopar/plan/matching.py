@@ -33,12 +33,12 @@ from autopar.stored import block_of
 
 @dataclass(frozen=True)
 class Scope:
-    """A block, a section of a tower, or the head: where paths start, and inside which regions open and close.
+    """A block, a section of a tower, or the head: the root of paths, inside which regions open and close.
 
     Attributes:
-        path: dotted path of ``root``.
-        name: what stands for the scope in messages and comparisons.
-        table: the units that hold here.
+        path: Dotted path of ``root``.
+        name: Name in messages and comparisons.
+        table: Units that hold here.
         block: ``root`` if it is a block.
     """
 
@@ -302,24 +302,15 @@ def check_kernels(policy: Policy, model: nn.Module) -> None:
             )
 
 
-_LAYERS = ("column", "row", "embedding")
-
-
 def check_forwards(model: nn.Module, plan: Plan) -> None:
-    """Raise where a layer that the plan shards has a ``forward`` of its own object.
+    """Raise ConfigError where a layer that the plan shards has a ``forward`` of its own object.
 
     Python finds an attribute of the object before the method of its class, so the sum over ranks would be left out.
-
-    Raises:
-        ConfigError: naming the first such layer, and what sets such attributes.
     """
     if plan.tp == 1:
         return
-    found = [
-        path
-        for path, module in plan.modules.items()
-        if module.rule in _LAYERS and _has_another(model.get_submodule(path))
-    ]
+    layers = [path for path, module in plan.modules.items() if module.rule in ("column", "row", "embedding")]
+    found = [path for path in layers if _has_another(model.get_submodule(path))]
     if not found:
         return
     first, more = model.get_submodule(found[0]), f", and {len(found) - 1} more" if len(found) > 1 else ""

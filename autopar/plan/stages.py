@@ -25,22 +25,17 @@ from autopar.policy.schema import Policy
 # Tensors that the forward of every decoder takes.
 _USUAL = {
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "cache_position", "labels"),
-    *CACHES,
-    *("head_mask", "logits_to_keep"),
-    *("encoder_hidden_states", "encoder_attention_mask", "decoder_input_ids"),
+    *("head_mask", "logits_to_keep", "encoder_hidden_states", "encoder_attention_mask", "decoder_input_ids", *CACHES),
 }
 
 
 class Blocks:
-    """The blocks of a model in forward order, and what lies in front of, behind and beside them.
-
-    Args:
-        described: The model, its path and its policy.
+    """The blocks of a model in forward order, and the tensors before, after and next to them.
 
     Attributes:
-        paths: of the blocks; of an encoder-decoder model the encoder's first.
-        lists: paths of the lists of blocks.
-        encoder_place: of the encoder among the elements (:mod:`autopar.plan.stages`); None without one.
+        paths: Paths of the blocks; of an encoder-decoder model the encoder's first.
+        lists: Paths of the lists of blocks.
+        encoder_place: Place of the encoder among the elements (:mod:`autopar.plan.stages`); None without one.
     """
 
     def __init__(self, described: Described) -> None:
@@ -128,9 +123,9 @@ class Blocks:
         """Yield each name of a parameter or buffer with its stages: those that read it, else where the policy puts it.
 
         Args:
-            stage_of: place of an element -> stage.
-            read_at: parameters -> places of the elements that were seen to read them; None if nothing was seen.
-            within: what names of the model that was seen begin with.
+            stage_of: Function of an element's place that returns its stage.
+            read_at: Parameters -> places of the elements that were seen to read them; None if none were observed.
+            within: Prefix of the names of the observed model.
         """
         everywhere = tuple(range(stages))
         reads = read_at or {}
@@ -176,10 +171,10 @@ class Blocks:
     def _read_further(self, model: PreTrainedModel, unread: set[str], reads: Mapping[str, set[int]]) -> bool:
         """Return whether blocks seem to read more than what lies between the words at the first one.
 
-        Parameters are ``unread`` where the forward was seen with other inputs (text alone). An image encoder makes what
-        is put between the words: then it belongs in front of the first block, and only there. Or later blocks look at
-        the image too: then every stage needs it. A sign of that which misleads costs memory; where there is none though
-        blocks do look, the first forward with an image is refused (:mod:`autopar.pipeline_parallel.stage_forward`).
+        Parameters are ``unread`` where the forward ran with other inputs (text alone). An image encoder makes what is
+        put between the words: it belongs before the first block, and only there. Or later blocks look at the image too:
+        then every stage needs it. A misleading sign costs memory; where a sign is missing, the first forward with an
+        image is refused (:mod:`autopar.pipeline_parallel.stage_forward`).
         """
         if any(self._holding(name) is not None for name in unread):
             return True  # blocks have parameters for it (cross-attention)
@@ -253,12 +248,12 @@ class Reads:
     """Reads of a model's own forward, and their places (:func:`autopar.dry_run.pipeline_parallel.trace_reads`).
 
     Attributes:
-        order: places of the elements in the order in which they were called.
-        parameters: name -> places of the elements that read it; ``len(elements)``: what comes behind the last one does.
-        earlier: place -> places of elements before the previous one whose output is read there.
-        own_backward: whether blocks run where no gradients are recorded: then the model has a backward of its own.
-        within: what names of the model that was seen begin with.
-        dry_run: runs the stages of a plan; tensors that they read beside those that they hold: name -> stages.
+        order: Places of the elements in the order of their calls.
+        parameters: Name -> places of the elements that read it; ``len(elements)``: code after the last one.
+        earlier: Place -> places of elements before the previous one whose output is read there.
+        own_backward: Whether blocks run where no gradients are recorded: then the model has a custom backward.
+        within: Prefix of the names of the observed model.
+        dry_run: Function that runs the stages of a plan; tensors that they read and do not hold: name -> stages.
     """
 
     order: list[int] = field(default_factory=list)
@@ -274,13 +269,13 @@ class StagePlan:
     """Which blocks and tensors of one model lie on which pipeline stage, and which stage on which rank.
 
     Attributes:
-        ranks: size of the pipeline-parallel axis.
-        elements: module paths in forward order.
-        bounds: stage ``s`` runs the elements ``bounds[s]`` up to, not including, ``bounds[s + 1]``.
-        rank_of: stage -> place on the pipeline-parallel axis; several stages may lie on one rank.
-        encoder: place of the encoder among the elements; None without one.
-        tensors: every name of a parameter or buffer -> the stages that hold it. Tied weights lie on several.
-        costs: parameters of each stage.
+        ranks: Size of the pipeline-parallel axis.
+        elements: Module paths in forward order.
+        bounds: Stage ``s`` runs the elements ``bounds[s]`` up to, not including, ``bounds[s + 1]``.
+        rank_of: Stage -> place on the pipeline-parallel axis; several stages may lie on one rank.
+        encoder: Place of the encoder among the elements; None without one.
+        tensors: Every name of a parameter or buffer -> the stages that hold it. Tied weights lie on several.
+        costs: Number of parameters of each stage.
     """
 
     ranks: int
@@ -326,10 +321,10 @@ def make_stages(
     """Split the blocks of ``root`` into pipeline stages, ``chunks`` on each of ``ranks`` ranks. The model is only read.
 
     Args:
-        chunks: of one rank always 1.
-        folded: see :func:`rank_of_stage`.
-        layers_per_stage: blocks of each stage by hand (encoder's and decoder's in one row); empty: by parameters.
-        reads: what the forward was seen to read; None if it was not seen: then the policy's sections decide.
+        chunks: Stages of each rank; of one rank always 1.
+        folded: Whether stages run back (:func:`rank_of_stage`).
+        layers_per_stage: Blocks of each stage by hand (encoder's and decoder's in one row); empty: by parameters.
+        reads: Observed reads of the forward; None: the policy's sections decide.
 
     Raises:
         ConfigError: more stages than blocks, or ``layers_per_stage`` does not add up.
@@ -369,11 +364,7 @@ def elements_of(root: nn.Module, policy: Policy | Described) -> tuple[tuple[str,
 
 
 def refuse_collected(model: nn.Module, stages: int, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the model is to return what it collects from all of its layers, in several stages.
-
-    Args:
-        arguments: of its forward; its config may ask for it too.
-    """
+    """Raise ConfigError if ``arguments`` of the forward or its config ask for outputs of all layers, in several stages."""
     if not isinstance(model, PreTrainedModel):
         return
     configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
@@ -451,14 +442,9 @@ def rank_of_stage(ranks: int, chunks: int, *, folded: bool = False) -> tuple[int
 def partition(costs: Sequence[int], stages: int) -> list[int]:
     """Return the bounds of the contiguous split of ``costs`` into non-empty stages whose largest sum is the smallest.
 
-    If there are several, return the most even one (the smallest sum of squares).
-
-    Raises:
-        ConfigError: more stages than costs.
+    Of several splits, return the most even one (the smallest sum of squares).
     """
     count = len(costs)
-    if stages > count:
-        raise ConfigError(f"{count} blocks cannot be split into {stages} stages")
     sums = [0, *accumulate(costs)]
     best: dict[int, tuple[tuple[int, int], list[int]]] = {0: ((0, 0), [0])}  # end -> (largest, squares), bounds
     for stage in range(1, stages + 1):

@@ -1,18 +1,17 @@
-"""Forward hooks of a parallelized model: checks before a forward, and full tensors in what it is given and returns.
+"""Forward hooks of a parallelized model: checks before a forward, and full tensors in its arguments and outputs.
 
 Hooks are objects, so that ``copy.deepcopy`` of the model copies them.
 
-[Note: hooks and torch.compile] Dynamo traces the hooks of a compiled model. Comparing ranks there would break the
-graph, or run once while the graph is made and never again. So the checks before a forward are one operation that the
-compiler cannot look into, which runs whenever the graph does. It returns copies of the tensors that the forward begins
-with, so that everything else in the graph comes after it. ``torch.compile(model)`` calls the hooks of ``model`` outside
-of its graph; a function that calls the model, or a model around it, has them inside. Hooks support both:
-:func:`no_graph_of_its_own`.
+[Note: hooks and torch.compile] Dynamo traces the hooks of a compiled model. A comparison of ranks there would break the
+graph, or run only while the graph is made. So the checks before a forward are one operation, opaque to the compiler,
+which returns copies of the tensors that the forward begins with: everything else in the graph comes after it.
+``torch.compile(model)`` calls the hooks of ``model`` outside of its graph; a function or a model around it has them
+inside. Hooks support both: :func:`no_graph_of_its_own`.
 
 Blocks return attention maps of this rank's heads, and hidden states of this rank's part of the sequence: users get
-both in full. A cache that the parallelized model filled holds this rank's KV heads only: an attribute marks it. In a
-cache that the user gives, keys and values of all heads are sharded as the attention layer's heads are, inside the
-graph: the gradient of each rank's heads is gathered, and that of heads which several ranks hold is summed.
+both in full. A cache that the parallelized model filled holds this rank's KV heads only: an attribute marks it. A cache
+of the user has all heads: they are sharded as the attention layer's are, inside the graph, so each rank's gradient is
+gathered, and gradients of heads that several ranks hold are summed.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ def _gather_maps(output: Any, maps: list[torch.Tensor], axis: Axis, layouts: lis
 
 
 def _walk(value: Any, change: Any, inside: bool) -> Any:
-    """``value`` with ``change`` applied to each map; ``inside``: below a key that names attention maps."""
+    """Return ``value`` with ``change`` applied to each map; ``inside``: below a key that names attention maps."""
     if isinstance(value, dict):
         for name in list(value):
             entry = value[name]
@@ -164,7 +163,7 @@ def _walk(value: Any, change: Any, inside: bool) -> Any:
 
 
 def _plain(name: str, entry: Any) -> bool:
-    """Entries of a dict that hold no maps by their name: hidden states, features, caches."""
+    """Return whether an entry holds no maps by its name: hidden states, features, caches."""
     return "attentions" not in name and not isinstance(entry, dict)
 
 
@@ -287,9 +286,9 @@ def attach(
     """Register hooks on ``model`` and its base model (which users call by itself, too).
 
     Args:
-        failures: where forwards publish their errors.
-        check: compares over tp and cp when a forward begins; None for no checks.
-        sharded: whether layers use the region, or ranks share a forward; without, there is nothing around a forward.
+        failures: Log in which forwards publish their errors.
+        check: Object that compares over tp and cp when a forward begins; None for no checks.
+        sharded: Whether layers use the region, or ranks share a forward; without, a forward needs no hooks.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in callable_alone(model):
@@ -327,7 +326,7 @@ class BeforeForward(Hook):
     """Forward pre-hook: check weights, modules, and consistency over tp and cp, before the outermost model runs.
 
     Attributes:
-        key: by which graphs find this object; copies have keys of their own.
+        key: Number by which graphs find this object; a copy has its own.
     """
 
     outermost = together = False
@@ -380,7 +379,7 @@ class BeforeForward(Hook):
             self.check.before_forward(model, arguments, compiled=compiled, going_on=going_on)
 
     def _or_report(self, step: Callable[[], T]) -> T:
-        """Do what this rank alone may refuse the forward for; then the others raise as well."""
+        """Run a step that this rank alone may refuse; then the other ranks raise as well."""
         try:
             return step()
         except Exception as error:

@@ -21,7 +21,6 @@ own.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,7 +36,7 @@ from autopar.distributed.collectives import copy, gather, reduce, scatter, sum_r
 from autopar.errors import PolicyError
 from autopar.layout import Layout
 from autopar.plan.plan import InputPlan, ModulePlan
-from autopar.swap import mixed_class
+from autopar.swap import argument_names, mixed_class
 from autopar.tensor_parallel.regions import Region
 
 
@@ -100,7 +99,7 @@ class RegionModule:
         self, inputs: tuple[InputPlan, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, with those tensors sharded that are planned to be."""
-        names, values, named = argument_names(type(self)), list(args), dict(kwargs)  # type: ignore[arg-type]
+        names, values, named = argument_names(self), list(args), dict(kwargs)
         for planned in inputs:
             place = names.index(planned.name)
             if place < len(values) and isinstance(values[place], torch.Tensor):
@@ -123,13 +122,6 @@ class RegionModule:
 def _map_floats(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
     """Map the floating-point tensors in nested values."""
     return tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, values)
-
-
-@functools.cache
-def argument_names(kind: type[nn.Module]) -> list[str]:
-    """Return the names of the arguments that a parallel module's plain forward takes."""
-    plain = next(c for c in kind.__mro__ if issubclass(c, nn.Module) and not issubclass(c, RegionModule))
-    return [name for name in inspect.signature(plain.forward).parameters if name != "self"]
 
 
 def _gradient_property(name: str) -> property:
