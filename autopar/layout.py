@@ -94,9 +94,9 @@ class Block:
 
     @classmethod
     def alone(cls, unit: str, number: int, of: int, width: int, size: int) -> Block:
-        """Return the block of a tensor that is one unit, where others are tensors of their own: ``unit 3 of 8``.
+        """Return the block of a tensor that is one unit, where the other units are separate tensors: ``unit 3 of 8``.
 
-        Each unit lies on the rank of ``size`` that would hold it of all, if they were side by side.
+        Each unit lies on the rank of ``size`` that would hold it if all were side by side.
         """
         ranges = tuple((0, int(start <= number < stop)) for start, stop in even_shards(of, size))
         return cls(f"{unit} {number} of {of}", 1, width, ranges)
@@ -245,10 +245,10 @@ class Layout:
         return (*shape[: self.dim], self.local_size(rank), *shape[self.dim + 1 :])
 
     def shard(self, tensor: torch.Tensor, rank: int, dim: int | None = None) -> torch.Tensor:
-        """Copy the shard of ``rank`` out of the stored tensor, contiguous and in storage of its own.
+        """Copy the shard of ``rank`` out of the stored tensor, contiguous and in new storage.
 
-        ``dim`` replaces the layout's: the same units may lie along another dim of an activation.
-        Raises ``ValueError`` if ``tensor`` does not have the layout's size along it.
+        ``dim`` replaces the layout's: the same units may lie along another dim of an activation. Raises ``ValueError``
+        if ``tensor`` does not have the layout's size along it.
         """
         dim = self.dim if dim is None else dim
         if tensor.shape[dim] != self.size:
@@ -261,10 +261,7 @@ class Layout:
         return torch.cat(pieces, dim)
 
     def write(self, full: torch.Tensor, shard: torch.Tensor, rank: int, dim: int | None = None) -> None:
-        """Write the shard of ``rank`` into its place in the stored tensor ``full``.
-
-        Raises ``ValueError`` if the shard does not have the rank's size along ``dim``.
-        """
+        """Write the shard of ``rank`` into its place in ``full``; ``ValueError`` if it has another size."""
         dim = self.dim if dim is None else dim
         if shard.shape[dim] != self.local_size(rank):
             raise ValueError(
@@ -318,8 +315,8 @@ def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Layout | No
     Each rank has two rows at least: models take one query for a step of decoding, which is not causal.
 
     Args:
-        zigzag: Two runs of rows for each rank, one from each end, so that under a causal mask all ranks have as much to
-            compute (Llama 3, arXiv 2407.21783, section 3.3.2). Otherwise one run.
+        zigzag: Whether each rank has two runs of rows, one from each end, so that under a causal mask all ranks have as
+            much to compute (Llama 3, arXiv 2407.21783, section 3.3.2). Otherwise one run.
 
     >>> rows_layout(8, 2).ranges(1), rows_layout(8, 2, zigzag=True).ranges(1)
     (((4, 8),), ((2, 6),))

@@ -52,7 +52,7 @@ class TensorTracking(TorchDispatchMode):
 
 @contextmanager
 def as_one(kind: str, group: Any) -> Iterator[Any]:
-    """Let modes note what ranks do inside as one collective: it takes messages, or goes through a store.
+    """Let modes note the communication inside as one collective: it takes messages, or goes through a store.
 
     Yields:
         The ``answer`` of a mode that carries out collectives; None outside of a rehearsal.

@@ -107,10 +107,7 @@ def gathered_parameters(root: FSDPModule) -> set[int]:
 
 
 def take_new_shards(model: nn.Module) -> None:
-    """Let FSDP2 pad and gather the local shards that its parameters have now; it did so with those that they had.
-
-    Source: ``torch.distributed.fsdp.FSDPModule._apply``.
-    """
+    """Let FSDP2 pad and gather the local shards that its parameters have now (source: ``FSDPModule._apply``)."""
     for module in model.modules():
         for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
             for held in group.fsdp_params:

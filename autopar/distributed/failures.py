@@ -1,15 +1,14 @@
-"""The failure log: what a rank publishes when it fails, and what the ranks read that waited for it in vain.
+"""The failure log: the reports of failed ranks, for the ranks that waited for them.
 
-A collective that fails says "connection closed by peer" or that time ran out: neither who, nor why. So every rank tells
-the others at the start in which process it runs, and a rank that fails publishes the reason in torch.distributed's
-key-value store, which under torchrun lives in the launcher and outlives every rank. A rank that waited in vain looks
-for processes that have ended (on its own machine that is certain) and reads the reports of the others.
+A collective that fails says "connection closed by peer" or that time ran out: neither who, nor why. So every rank
+announces its process at the start, and a rank that fails publishes the reason in torch.distributed's key-value store,
+which under torchrun lives in the launcher and outlives every rank. A rank that times out looks for processes that have
+ended (on its own machine that is certain) and reads the reports of the others.
 
 ``execute_pipeline``, ``generate`` and ``optimizer.step()`` publish their errors themselves. In a user's own loop only
 Python's hook for uncaught exceptions runs. It belongs to the process, so this module keeps the logs of all models. An
-error of autopar ends in its sentence: frames of autopar and torch are hidden (``AUTOPAR_TRACEBACK=full`` shows them),
-and where every rank raises the same, rank 0 alone prints all of it. The sentence goes to torchrun's error file too, so
-that its "Root Cause" shows it.
+error of autopar ends in its sentence, also in torchrun's error file: frames of autopar and torch are hidden
+(``AUTOPAR_TRACEBACK=full`` shows them), and where every rank raises the same, rank 0 alone prints all of it.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class Report(NamedTuple):
     """Last report of a rank.
 
     Attributes:
-        text: empty if it published nothing.
-        pending: whether the rank still waits for the reports of others, so that more may come.
-        age: seconds since then.
+        text: Reason of the failure; "" if it published nothing.
+        pending: Whether the rank still waits for the reports of other ranks, so that more may come.
+        age: Seconds since then.
     """
 
     text: str
@@ -67,10 +66,10 @@ class FailureLog(NotCopied):
     """Failure reports of all ranks of one model. Collective: one object exchange over the world.
 
     Args:
-        timeout: seconds that a collective inside of :meth:`deadline` waits.
+        timeout: Seconds that a collective inside of :meth:`deadline` waits.
 
     Attributes:
-        name: prefix of the model's keys in the store, the same on all ranks.
+        name: Prefix of the model's keys in the store, identical on all ranks.
     """
 
     def __init__(self, mpu: MPU, timeout: float) -> None:
@@ -121,7 +120,7 @@ class FailureLog(NotCopied):
         return self._processes[rank].is_alive() is False
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """The store's answer; None if its process has ended, or does not answer: then it is not asked again."""
+        """Return the store's answer; None if its process has ended or does not answer: then it is not queried again."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -167,7 +166,7 @@ class FailureLog(NotCopied):
     # -- errors of collectives -------------------------------------------------------------------------------------
 
     def failure(self, text: str, ranks: Iterable[int], error: Exception) -> PipelineError:
-        """Return the error of this rank, which waited for ``ranks`` in vain; publishes it."""
+        """Publish and return the error of this rank, which timed out waiting for ``ranks``."""
         self.publish(text, pending=True)
         text = f"{text}\n{self.describe(ranks)}\n  torch says: {first_line(error)}"
         self.publish(text)
@@ -211,8 +210,7 @@ class FailureLog(NotCopied):
     def deadline(self) -> Iterator[None]:
         """Limit collectives inside to ``timeout`` seconds instead of torch's own timeout, and publish errors.
 
-        ``StopIteration`` is none. One thread at a time may use it, because the timeouts are those of the process
-        groups.
+        ``StopIteration`` is none. One thread at a time may use it: the timeouts belong to the process groups.
         """
         if self.in_deadline or self.mpu.world_size == 1:
             yield
@@ -245,10 +243,7 @@ class FailureLog(NotCopied):
 
 @contextlib.contextmanager
 def waiting(mpu: MPU, collective: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Limit and name a collective by the failure log of the model that ``mpu`` is of (:meth:`FailureLog.wait`).
-
-    A mesh that was made by hand has none.
-    """
+    """Limit and name a collective by the failure log of ``mpu`` (:meth:`FailureLog.wait`), if it has one."""
     with contextlib.nullcontext() if mpu.failures is None else mpu.failures.wait(collective, ranks):
         yield
 
@@ -298,7 +293,7 @@ def _publish(failures: FailureLog, error: BaseException) -> None:
 
 
 def _shorten(error: AutoparError, trace: TracebackType | None) -> TracebackType | None:
-    """Take from an error that ends the process what only developers of autopar read, and return its traceback."""
+    """Strip from an error that ends the process what only developers of autopar read; return its traceback."""
     cause = error.__cause__
     if error.told_by_rank_0:
         error.args, error.__notes__, trace = (f"{first_line(error)} (rank 0 prints all of it)",), [], None
@@ -320,7 +315,7 @@ def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
-    """Write the sentence of an error to where torchrun looks, unless the script's own ``@record`` has."""
+    """Write the sentence of an error to torchrun's error file, unless the script's own ``@record`` has."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or not isinstance(error, Exception) or Path(file).exists():
         return

@@ -364,7 +364,7 @@ def elements_of(root: nn.Module, policy: Policy | Described) -> tuple[tuple[str,
 
 
 def refuse_collected(model: nn.Module, stages: int, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError if ``arguments`` of the forward or its config ask for outputs of all layers, in several stages."""
+    """Raise ConfigError if a forward in several stages is to return what it collects from all layers."""
     if not isinstance(model, PreTrainedModel):
         return
     configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]

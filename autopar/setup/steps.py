@@ -1,8 +1,8 @@
-"""How a model changes, in which order, and why: the steps of ``initialize``, and what takes each of them back.
+"""The steps of ``initialize``: how a model changes, in which order, and why; and how each step is undone.
 
 :data:`STEPS` is the order. A step changes the model in place, and says why it stands where it does. Nothing is checked
-any more: what can be wrong was found on the plans. A step that can be undone puts that onto ``state.undo``;
-``deparallelize`` takes it from there, the last one first. The state stays on the model, as ``model._autopar``.
+any more: the plans were. A step that can be undone puts a function onto ``state.undo``; ``deparallelize`` calls them,
+the last one first. The state stays on the model, as ``model._autopar``.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Parallelized:
     """The state of a parallelized model, for ``deparallelize``, savers and gradient norms.
 
     Attributes:
-        plan: what this rank holds of each tensor over tp.
-        stages: what it holds over pp.
-        features: plans of features, by name, and what their steps keep on the model.
-        prefix: path of the Hugging Face model in the model, ``""`` if it is that.
-        policy: the one that fitted; ``own_policy``: that one if the user gave it.
-        failures, region, dp: the parts that steps have made.
-        pp: the stages on this rank; None until :meth:`pipeline` is asked for them.
-        undo: what takes back the steps that were made, in their order; each gets the model and its state.
+        plan: Shards of this rank over tp.
+        stages: Its stages over pp.
+        features: Plans of features, by name, and the objects that their steps keep on the model.
+        prefix: Path of the Hugging Face model in the model, ``""`` if it is that.
+        policy: The policy that fitted; ``own_policy``: that one if the user gave it.
+        failures, region, dp: Parts that steps have made.
+        pp: The stages on this rank; None before :meth:`pipeline` is called.
+        undo: Functions of the model and its state that undo the steps, in their order.
     """
 
     failures: FailureLog
@@ -108,9 +108,9 @@ class Given:
     """Inputs of the steps that no parallelized model keeps.
 
     Attributes:
-        weights: where the shards of a model without memory come from.
-        optimizer: of the user, or None.
-        first_forward: the dry run of a plain module, which comes with its first forward.
+        weights: Source of the shards of a model without memory.
+        optimizer: Optimizer of the user, or None.
+        first_forward: Dry run of a plain module, which comes with its first forward.
     """
 
     weights: Materializer
@@ -149,8 +149,8 @@ def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
 def compile_blocks(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Around recomputation, which becomes part of the graph.
 
-    Blocks are compiled one by one, each when it is first called: equal blocks share their graphs, with collectives
-    inside, and what lies between them (masks, the loss, sharded logits) runs as it is.
+    Blocks are compiled one by one, when first called: equal blocks share their graphs, with collectives inside, and
+    code between them (masks, the loss, sharded logits) runs as it is.
     """
 
     def undo(model: Any, own: Parallelized) -> None:
