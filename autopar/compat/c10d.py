@@ -10,17 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore, PrefixStore
-from torch.distributed.distributed_c10d import (
-    _get_default_group as default_group,
-    _get_default_store as default_store,
-    _world,
-)
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["HashStore", "PrefixStore", "default_group", "default_store"]
-
-
+HashStore = dist.HashStore
+PrefixStore = dist.PrefixStore
+default_group = distributed_c10d._get_default_group
+default_store = distributed_c10d._get_default_store
 fake_worlds: list[int] = []
 """The rank of this process in a world whose groups carry nothing, for rehearsals; empty elsewhere."""
 
@@ -63,9 +59,10 @@ def destroy(groups: Iterable[Any]) -> None:
 
 def number_of_next_group(number: int | None = None) -> int:
     """Return the number by which torch names the next process group of this rank; with ``number`` it is this one."""
+    world = distributed_c10d._world
     if number is not None:
-        _world.group_count = number
-    return _world.group_count
+        world.group_count = number
+    return world.group_count
 
 
 def is_flat_parameter(parameter: torch.Tensor) -> bool:

@@ -203,10 +203,9 @@ def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:
     if isinstance(match.module, torch.Tensor) and not isinstance(match.module, nn.Parameter):
         return []
     if match.rule.extension:
-        raise PolicyError(
+        raise match.error(
             f"'{match.rule.extension[0]}' of {match.shown} extends the rule of a sharded layer, and the layer stays "
-            "replicated here ('or_whole').",
-            match.rule.where,
+            "replicated here ('or_whole')."
         )
     return [replace(match, rule=replace(match.rule, kind="replicated", parts=(), gather_output=False, split_input=False,
                                       enter_output=False, inside=False, dim=None, by_expert=None))]  # fmt: skip
@@ -245,10 +244,9 @@ class _Layouts(dict[int, tuple[Layout | None, RuleMatch, str]]):
         """Note the layout of a tensor; tied ones must agree, but a bare parameter yields to a layer's rule."""
         known, other, other_name = self.setdefault(id(tensor), (layout, match, name))
         if known != layout and not (bare and layout is None):
-            raise PolicyError(
+            raise match.error(
                 f"{join(match.path, name)} is the same tensor as {join(other.path, other_name)}, but {_words(layout)} "
-                f"here and {_words(known)} by {other.rule.where}",
-                match.rule.where,
+                f"here and {_words(known)} by {other.rule.where}"
             )
 
     def over(self, tp: int, ranks: int) -> tuple[dict[int, Layout | None], set[int]]:
@@ -268,7 +266,7 @@ def _add(rule: TensorRule, match: RuleMatch, modules: dict[str, ModulePlan], lay
     if plan is None or known is None or known is plan:
         return
     if known.rule and plan.rule:
-        raise PolicyError(f"{match.path} is matched by two rules, here and in {known.where}", match.rule.where)
+        raise match.error(f"{match.path} is matched by two rules, here and in {known.where}")
     modules[plan.path] = replace(
         known if known.rule else plan,
         layouts={**known.layouts, **plan.layouts},
@@ -318,8 +316,5 @@ def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, Module
                 continue
             plan = modules.get(path)
             if plan is None or name not in plan.layouts:
-                raise PolicyError(
-                    f"{join(path, name)} is the same tensor as {join(other.path, name)}, which this rule shards, "
-                    "but has no rule that shards it",
-                    other.rule.where,
-                )
+                same = f"{join(path, name)} is the same tensor as {join(other.path, name)}"
+                raise other.error(f"{same}, which this rule shards, but has no rule that shards it")

@@ -68,6 +68,10 @@ class RuleMatch:
     shown: str
     rules: Callable[[RuleMatch], Iterator[Any]] | None = None
 
+    def error(self, text: str) -> PolicyError:
+        """Return an error at the line of the rule."""
+        return PolicyError(text, self.rule.where)
+
     def count(self, unit: str) -> int | None:
         """Return how many units there are here; None if the policy leaves it to the parameter."""
         return self.scope.table.count(unit, self.scope.block)
@@ -102,11 +106,8 @@ def all_scopes(
         config = config_of(model)
         for step in tower.config.split(".") if tower.config else ():
             if not hasattr(config, step):
-                hint = nearest(step, vars(config))
-                raise PolicyError(
-                    f"tower '{tower.name}' reads config.{tower.config}, which {type(config).__name__} lacks.{hint}",
-                    tower.where,
-                )
+                lacks = f"which {type(config).__name__} lacks.{nearest(step, vars(config))}"
+                raise PolicyError(f"tower '{tower.name}' reads config.{tower.config}, {lacks}", tower.where)
             config = getattr(config, step)
         table = UnitTable(_aligned(tower.units, together), config, type(model).__name__, tp, rows, model)
         for section in ("prefix", "every_stage", "suffix"):
@@ -205,17 +206,12 @@ def check_overlap(matches: list[RuleMatch]) -> None:
     by_path: dict[str, RuleMatch] = {}
     for match in matches:
         if match.path in by_path:
-            raise PolicyError(
-                f"{match.path} is matched by two rules, here and in {by_path[match.path].rule.where}", match.rule.where
-            )
+            raise match.error(f"{match.path} is matched by two rules, here and in {by_path[match.path].rule.where}")
         by_path[match.path] = match
     for path, match in by_path.items():
         for outer in (by_path[each] for each in around(path) if each and each in by_path):
             if outer.rule.kind not in _OWN_PARAMETERS:
-                raise PolicyError(
-                    f"{path} is matched by two rules, here and, with {outer.path}, in {outer.rule.where}",
-                    match.rule.where,
-                )
+                raise match.error(f"{path} is matched by two rules, here and, with {outer.path}, in {outer.rule.where}")
 
 
 def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -> None:
@@ -241,14 +237,15 @@ def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -
         ]
         alone += [(m, "closes", m.rule.units[0], _NO_COLUMN) for family, m in closed.items() if family not in entered]
         for match, does, unit, advice in alone:
-            raise PolicyError(f"{match.shown} {does} a region sharded by '{unit}' {advice}", match.rule.where)
+            raise match.error(f"{match.shown} {does} a region sharded by '{unit}' {advice}")
         for match in inside:
             if match.rule.kind in ("replicated", "once") and match.rule.units:
                 unit = match.rule.units[0]
                 for_blocks = name.endswith("/every_stage") and (id(table), table.family(unit)) in of_towers
                 if table.family(unit) not in entered and not for_blocks:
-                    text = f"{match.shown} works on activations sharded by '{unit}', but no column opens them"
-                    raise PolicyError(text, match.rule.where)
+                    raise match.error(
+                        f"{match.shown} works on activations sharded by '{unit}', but no column opens them"
+                    )
         _check_counts(inside, modules)
 
 
@@ -271,11 +268,8 @@ def _check_counts(inside: list[RuleMatch], modules: Mapping[str, ModulePlan]) ->
                     known.setdefault(block.count, match)
                 elif known and block.count not in known:
                     count, first = next(iter(known.items()))
-                    raise PolicyError(
-                        f"{match.shown} reads {block.count} '{block.unit}', but {first.shown} makes {count} "
-                        f"({first.rule.where})",
-                        match.rule.where,
-                    )
+                    shown = f"{match.shown} reads {block.count} '{block.unit}', but {first.shown} makes {count}"
+                    raise match.error(f"{shown} ({first.rule.where})")
 
 
 def _opens(rule: Rule) -> bool:

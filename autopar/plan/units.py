@@ -170,13 +170,9 @@ class UnitTable:
         if left < 0 or (left % total if total else left):
             if self.size == 1:  # nothing is sharded
                 return Layout.of(dim, [Block(parts[0].unit, elements, 1, ((0, elements),))])
-            if left == elements:
-                raise PolicyError(
-                    f"{what} has {elements} features, {listed} describes {total} equal parts: "
-                    f"{elements} / {total} is not whole",
-                    where,
-                )
-            raise PolicyError(f"{what} has {elements} features, {listed} describes {elements - left}", where)
+            equal = f"{total} equal parts: {elements} / {total} is not whole"
+            described = equal if left == elements else elements - left
+            raise PolicyError(f"{what} has {elements} features, {listed} describes {described}", where)
         blocks = []
         for part, count, given in zip(parts, counts, widths, strict=True):
             number = each if count is None else count
