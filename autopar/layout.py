@@ -33,10 +33,7 @@ UnitRanges = tuple[Range, ...]
 
 
 def even_shards(count: int, size: int) -> UnitRanges:
-    """Shard ``count`` units over ``size`` ranks as evenly as whole units allow; the first ranks get more.
-
-    Ranks may end up with no unit (a vocabulary of 3 on 4 ranks); callers decide whether that is allowed.
-    """
+    """Shard ``count`` units over ``size`` ranks evenly; the first ranks get more, the last ones maybe none."""
     each, extra = divmod(count, size)
     starts = [rank * each + min(rank, extra) for rank in range(size + 1)]
     return tuple((starts[rank], starts[rank + 1]) for rank in range(size))
@@ -163,10 +160,7 @@ class Layout:
         return Layout(self.dim, tuple(replace(block, ranges=block.ranges[:ranks]) for block in self.blocks))
 
     def in_steps(self, step: int) -> Layout:
-        """Return the layout of a tensor of which an entry stands for ``step`` elements of this one, along ``dim``.
-
-        Raises ``ValueError`` if a rank would hold a part of one.
-        """
+        """Return the layout of entries of ``step`` elements along ``dim``; ``ValueError`` if a rank holds a part of one."""
         if step == 1:
             return self
         blocks = []

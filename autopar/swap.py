@@ -64,11 +64,7 @@ def plain_class(target: Any, mixin: type) -> Any:
 
 
 def unswap(target: Any, mixin: type, *attributes: str) -> None:
-    """Undo :func:`swap`: the plain class again, and without ``attributes``.
-
-    Raises:
-        TypeError: another class has been put before the mixin's since; undo that one first.
-    """
+    """Undo :func:`swap`, and delete ``attributes``; TypeError if a later mixin is still there."""
     kind: Any = type(target)
     if isinstance(target, mixin):
         if mixin is not kind.__mro__[1]:

@@ -1,8 +1,8 @@
 """Patches of other libraries: functions of theirs that call autopar's, with the library's own as their first argument.
 
-The first model that needs them installs them, the last one that goes takes them away; :func:`autopar.patches` lists
-those that are installed. Function objects stay the same, also for those who have imported them before. Which modules
-of autopar patch which library is :data:`SETS`: the core imports none of them.
+The first model that needs them installs them, the last one removes them; :func:`autopar.patches` lists the installed
+ones. Function objects stay the same, also for code that has imported them before. :data:`SETS` names the modules of
+autopar that patch a library: the core imports none of them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ BODIES: set[Any] = set()
 
 
 class Patch(NamedTuple):
-    """One function of a library that asks autopar.
+    """One function of a library that calls autopar.
 
     Attributes:
-        name: of the function, from its library's name on.
-        version: of the library.
-        body: the function of autopar's that it calls.
+        name: Name of the function, with its library's.
+        version: Version of the library.
+        body: Name of autopar's function that it calls.
     """
 
     name: str
@@ -53,7 +53,7 @@ _pending: dict[str, Callable[[], None]] = {}
 def patches() -> list[Patch]:
     """Return the functions of other libraries that are patched now: of torch, accelerate, DeepSpeed, transformers.
 
-    They are while a model lives that several ranks share, and a list without any says that there is none.
+    They are patched while a model lives that several ranks share.
     """
     return [patch for patch, _ in _installed]
 
@@ -97,12 +97,7 @@ def _remove_unheld() -> None:
 
 
 def patch_body(wrapper: Any, cell: str, body: _Body) -> _Body:
-    """Patch the function inside a decorated one, also for those who have imported that before; return the plain one.
-
-    Args:
-        wrapper: The decorated function.
-        cell: The name of the decorator's argument, in whose closure the function lies.
-    """
+    """Patch the function in the closure (``cell``) of a decorated one, in place; return the plain one."""
     where = f"{wrapper.__module__}.{wrapper.__name__}"
     found = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)).get(cell)
     if found is None:
@@ -141,11 +136,7 @@ def patch_setter(kind: type, name: str, body: _Body) -> None:
 
 
 def patch_entry(table: dict[Any, _Body], name: str, key: Any, body: _Body) -> None:
-    """Add a function to a table by which a library chooses.
-
-    Args:
-        name: The function of the library that it replaces, for :func:`patches`.
-    """
+    """Add a function to a table by which a library chooses; ``name``: the replaced one, for :func:`patches`."""
     before = {key: table[key]} if key in table else {}
 
     def undo() -> None:

@@ -72,10 +72,7 @@ swap_implementation = torch._C._swap_tensor_impl  # two tensors change places, t
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor, or what it shares memory with, was written into; ``.data`` does not count.
-
-    0 for one of inference mode, of which torch does not count it.
-    """
+    """Return how often a tensor or its memory was written into, but for ``.data``; 0 for one of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -108,9 +108,9 @@ def caches_in(cache: Cache) -> Iterator[Cache]:
 
 
 def holds_tokens(cache: Cache) -> bool:
-    """Return whether a layer holds states; one that ``reset`` keeps the tensors of has counters, which are 0 then.
+    """Return whether a layer of a cache holds states; of a layer that was ``reset`` the counters are 0.
 
-    A counter on a GPU is not read, which would wait for the GPU: there such a cache goes on as if nobody had reset it.
+    A counter on a GPU is not read, which would wait for the GPU: such a cache counts as filled.
     """
     for layer in cache.layers:
         held = vars(layer)

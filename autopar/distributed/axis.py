@@ -92,8 +92,8 @@ def axis_of(group: Group | None) -> Axis:
     """Return the axis that ``group`` means.
 
     Raises:
-        ConfigError: if it is none of the three, or a process group that this rank is not in. There is no default: the
-            world is a tensor-parallel group only by accident.
+        ConfigError: it is none of the three, or a process group without this rank. There is no default: the world is a
+            tensor-parallel group only by accident.
     """
     if isinstance(group, Axis):
         return group

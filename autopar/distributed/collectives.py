@@ -253,12 +253,9 @@ def _linear(
     forward_name: str = "",
     backward_name: str = "",
 ) -> Any:
-    """Make an autograd function of functions of a tensor, an axis, and the other arguments of the function.
+    """Make an autograd function of functions of a tensor, an axis, and further arguments; their names are for profilers.
 
-    Args:
-        forward, backward: Without autograd.
-        again: The backward, as it is differentiated in turn.
-        forward_name, backward_name: In the traces of profilers.
+    ``forward`` and ``backward`` run without autograd; ``again`` is the backward that is differentiated in turn.
     """
     forward = named_collective(forward_name)(forward) if forward_name else forward
     backward = named_collective(backward_name)(backward) if backward_name else backward

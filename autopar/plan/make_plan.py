@@ -118,14 +118,14 @@ def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan]]:
 
 
 def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: int = 1) -> Plan:
-    """Return what each of ``tp`` ranks will hold of ``root``. Works on the meta device and in one process.
+    """Return the shards of ``root`` on each of ``tp`` ranks. Works on the meta device and in one process.
 
     Args:
-        experts: ranks over which mixtures are sharded by expert, a multiple of ``tp``; 1: each expert is sharded.
+        experts: Ranks over which mixtures are sharded by expert, a multiple of ``tp``; 1: each expert is sharded.
 
     Raises:
         PolicyError: the policy does not describe this model (file and line).
-        ConfigError: the size does not fit (both numbers, and what would).
+        ConfigError: the size does not fit (both numbers, and a size that does).
     """
     described = Described.of(root, policy)
     policy, prefix, model = described.policy, described.prefix, described.model

@@ -1,4 +1,4 @@
-"""One rule on one module, bare parameter or buffer: the layout of each tensor, and what becomes of the module."""
+"""One rule on one module, bare parameter or buffer: the layout of each tensor, and the plan of the module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TensorRule:
     """Part of a plan: a module, and each tensor that a rule decides on with its layout (None: replicated).
 
     Attributes:
-        attributes: sizes that an addition to the model has on each rank.
+        attributes: Sizes of an addition to the model on each rank.
     """
 
     plan: ModulePlan | None

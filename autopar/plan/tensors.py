@@ -38,7 +38,7 @@ def plan_tensors(
     """Return one :class:`TensorPlan` per distinct tensor of ``root.state_dict()``, in its order.
 
     Args:
-        layouts: ``id(parameter)`` -> layout, None if replicated, as tensors are that are not listed.
+        layouts: ``id(parameter)`` -> layout; None, or not listed: replicated.
         places: ``id(parameter)`` -> ``file:line`` of its rule.
     """
     names: dict[int, list[str]] = {}
@@ -128,10 +128,8 @@ def followed_form(
 ) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
     """Return for each state-dict name the name in the file that ``save_pretrained`` writes, or the pieces it writes.
 
-    A piece that is joined from several tensors is listed with the first of them.
-
-    Args:
-        names: in the plain model's state dict, one of each tied tensor -> in this one's, which may have adapters.
+    A piece that is joined from several tensors is listed with the first of them. ``names`` maps names in the reference
+    model's state dict, one of each tied tensor, to those in this one's, which may have adapters.
 
     Raises:
         RuntimeError, ValueError: The conversion computes with elements or loses some.
@@ -169,11 +167,7 @@ def followed_form(
 
 
 class _ViewTracking(TorchDispatchMode):
-    """Copies are not made: ``chunk.contiguous()`` stays the view that it was. Tensors that have to be copied are noted.
-
-    Args:
-        stored: name -> meta tensor.
-    """
+    """A mode without copies: ``chunk.contiguous()`` stays a view. Tensors that have to be copied are noted."""
 
     def __init__(self, stored: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -183,10 +177,9 @@ class _ViewTracking(TorchDispatchMode):
         self._made: dict[int, tuple[torch.Tensor, Joined]] = {}  # the tensor is kept, so that its id stays its own
 
     def piece(self, tensor: torch.Tensor, saved: str | None = None) -> tuple[str, Piece] | None:
-        """Return the first stored tensor that ``tensor`` has elements of, and what it is; None for something computed.
+        """Return the first stored tensor that ``tensor`` has elements of, and the piece; None for a computed tensor.
 
-        Args:
-            saved: its name in the file; None for a part of a joined tensor.
+        ``saved`` is its name in the file; None for a part of a joined tensor.
         """
         base = tensor if base_of(tensor) is None else base_of(tensor)
         view = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())

@@ -1,4 +1,4 @@
-"""Units: how many there are in one model, and which ranks hold them."""
+"""Units: their counts in one model, and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class UnitTable:
     """The units of one tower, counted in one config.
 
     Args:
-        specs: units by name, as the policy states them.
-        config: the Hugging Face config that holds the counts.
-        model: class name of the model, for messages.
-        size: ranks over which units are sharded.
-        may_be_empty: units of which a rank may hold none (the vocabulary).
-        root: the model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
-        tp: of units of experts that ranks hold whole, of which ``size`` is a multiple; 0: ``size`` itself.
+        specs: Units of the policy, by name.
+        config: Hugging Face config that holds the counts.
+        model: Class name of the model, for messages.
+        size: Number of ranks over which units are sharded.
+        may_be_empty: Units of which a rank may hold none (the vocabulary).
+        root: Model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
+        tp: Divisor of ``size`` for units of experts that ranks hold in full; 0: ``size`` itself.
     """
 
     def __init__(

@@ -35,9 +35,9 @@ class Call(NamedTuple):
     """The arguments of ``initialize``, checked.
 
     Attributes:
-        prefix, inner: path and object of the Hugging Face model; of a plain module ``""`` and itself.
-        policy: the one that fits; ``own_policy``: the user gave it.
-        optimizer: of each of its groups, how it is stepped, and its parameters by name.
+        prefix, inner: Path and object of the Hugging Face model; of a plain module ``""`` and itself.
+        policy: The policy that fits; ``own_policy``: whether the user gave it.
+        optimizer: Of each group, how it is stepped, and its parameters by name.
     """
 
     config: ParallelConfig
@@ -110,10 +110,10 @@ def _refuse_second(model: nn.Module) -> None:
 
 
 def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[Plans, Materializer]:
-    """Plan what this rank holds, run it without data, draw what a deferred model lacks; alike on every rank.
+    """Plan this rank's shards, run them without data, draw what a deferred model lacks; identical on every rank.
 
     Raises:
-        ConfigError, UnsupportedModelError, PolicyError: what does not fit.
+        ConfigError, UnsupportedModelError, PolicyError: something does not fit.
         ConsistencyError: another rank raises, or has planned something else.
     """
 

@@ -55,10 +55,9 @@ class ParallelLayer:
         return sum_replicas(parameter, self.tp, layout) if layout is not None and layout.replicated else parameter
 
     def _plain(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Weight and bias where, without gradients, the layer only multiplies and sums: a token costs many such calls.
+        """Return weight and bias if, without gradients, the layer only multiplies and sums: a token costs many calls.
 
-        None where a dry run follows tensors, where dropout draws, where the bias is returned beside the output, and
-        where the parameters are not the module's own (parametrizations).
+        None where a dry run follows tensors, dropout draws, the bias is returned, or parameters are parametrized.
         """
         own = self._parameters
         if self.skip_bias_add or "bias" not in own or not self.region.only_computes(self.training):

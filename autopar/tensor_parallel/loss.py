@@ -235,13 +235,8 @@ def sharded_cross_entropy(
 ) -> torch.Tensor:
     """Compute ``F.cross_entropy`` from this rank's part of logits ``[tokens, vocab]`` or ``[vocab]``.
 
-    With a pending head the logits of ``shards.chunk`` tokens are the most that exist, forward and backward.
-
-    Args:
-        target: ``[tokens]`` Replicate, or a scalar.
-
-    Returns:
-        Replicate, as ``[tokens]`` for ``"none"``, else a scalar; float32, or float64 for float64 logits.
+    ``target`` is ``[tokens]`` or a scalar. The result is replicated: ``[tokens]`` for ``"none"``, else a scalar;
+    float32, or float64 for float64 logits. With a pending head at most the logits of ``shards.chunk`` tokens exist.
     """
     axis, layout = shards.axis, shards.layout
     check_options(label_smoothing, reduction)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -66,12 +67,12 @@ _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features
 def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis | None = None) -> None:
     """Shard ``model`` for ``axis.rank``, in place; no communication.
 
-    Parameter objects keep their identity: ``param.data`` (and ``param.grad``) become the shard, ``id(param)`` stays,
-    so an optimizer made before goes on working.
+    ``param.data`` (and ``param.grad``) become the shard; ``id(param)`` stays, so an earlier optimizer continues to
+    work.
 
     Args:
-        shards: the ranks over which experts are sharded, where these are more than those of ``axis``; None: of a dry
-            run, which sends nothing.
+        shards: Axis over which experts are sharded, if that is more than ``axis``; None: a dry run, which sends
+        nothing.
     """
     if plan.shards == 1:
         return
@@ -139,8 +140,7 @@ def resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
     """
     if plan.rule in ("sharded", "one_expert"):
         _resize_plain(module, plan, rank)
-    names: tuple[str, ...] = _SIZES.get(plan.rule, ())
-    for name in names:
+    for name in _SIZES.get(plan.rule, ()):
         if name in vars(module) and plan.layout is not None and not plan.gather_output:
             setattr(module, name, plan.layout.size if rank is None else plan.layout.local_size(rank))
 
@@ -217,21 +217,15 @@ def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:
     return torch.zeros_like(parameter.data) if present.item() and parameter.grad is None else parameter.grad
 
 
-_LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
-    ("column", False): ColumnParallelLinear,
-    ("row", False): RowParallelLinear,
-    ("column", True): ColumnParallelConv1D,
-    ("row", True): RowParallelConv1D,
-    ("embedding", False): VocabParallelEmbedding,
-    ("embedding", True): HiddenParallelEmbedding,
+_LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # the second one of Conv1D, or by columns
+    "column": (ColumnParallelLinear, ColumnParallelConv1D),
+    "row": (RowParallelLinear, RowParallelConv1D),
+    "embedding": (VocabParallelEmbedding, HiddenParallelEmbedding),
 }
 
 
 def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeight | None = None) -> type[nn.Module]:
     """Return the class that a module of class ``plain`` becomes; subclasses keep their own behaviour (``embed_scale``).
-
-    Args:
-        stored: The weight of the module, if a library stores it in another form.
 
     Raises:
         PolicyError: the class computes something else than the layer that the rule is for.
@@ -244,7 +238,7 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeigh
             raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
         return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")  # type: ignore[arg-type]
     if plan.rule in ("column", "row", "embedding"):
-        layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
+        layer = _LAYERS[plan.rule][plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
     found: Any = ShardedNorm if plan.rule == "norm_over" else None
@@ -270,19 +264,15 @@ def _layer_class(plain: Any, parallel: Any) -> Any:
 
 def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:
     """Raise unless a subclass with a forward of its own (Falcon's ``x @ W.T``) computes what torch's class does."""
-    same = False
-    try:
-        with torch.device("cpu"), kept(), torch.no_grad():
-            module = plain(3, 5)
-            x = torch.arange(3) if issubclass(plain, nn.Embedding) else torch.randn(2, 3)
-            same = torch.allclose(module(x), torch_class.forward(module, x), rtol=1e-4, atol=1e-5)
-    except Exception:
-        same = False
-    if not same:
-        raise PolicyError(
-            f"{plain.__name__} has a forward of its own that does something else than {torch_class.__name__}'s, "
-            f"or needs more to be made: only {{replicated: UNIT}} fits it"
-        )
+    with contextlib.suppress(Exception), torch.device("cpu"), kept(), torch.no_grad():
+        module = plain(3, 5)
+        x = torch.arange(3) if issubclass(plain, nn.Embedding) else torch.randn(2, 3)
+        if torch.allclose(module(x), torch_class.forward(module, x), rtol=1e-4, atol=1e-5):
+            return
+    raise PolicyError(
+        f"{plain.__name__} has a forward of its own that does something else than {torch_class.__name__}'s, "
+        f"or needs more to be made: only {{replicated: UNIT}} fits it"
+    )
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
