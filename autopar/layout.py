@@ -160,7 +160,7 @@ class Layout:
         return Layout(self.dim, tuple(replace(block, ranges=block.ranges[:ranks]) for block in self.blocks))
 
     def in_steps(self, step: int) -> Layout:
-        """Return the layout of entries of ``step`` elements along ``dim``; ``ValueError`` if a rank holds a part of one."""
+        """Return the layout of entries of ``step`` elements; ``ValueError`` if a rank holds a part of one."""
         if step == 1:
             return self
         blocks = []

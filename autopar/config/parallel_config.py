@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from autopar.config.sections import (
@@ -148,12 +149,10 @@ class ParallelConfig:
                 values[section] = check_section(section, content, known, problems)
         pipeline = values.pop("pipeline", {})
         sizes = values.get("model_parallelism", {})
-        problems += [
-            f"{axis}={fields[name]} is short for model_parallelism.{name}, which is given too: {sizes[name]}. "
-            "Leave one out"
-            for axis, name in SHORT.items()
-            if name in fields and name in sizes
-        ]
+        for axis, name in SHORT.items():
+            if name in fields and name in sizes:
+                given = f"which is given too: {sizes[name]}. Leave one out"
+                problems.append(f"{axis}={fields[name]} is short for model_parallelism.{name}, {given}")
         fields |= _fields(values)
         every: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)} | fields
         if not problems:
@@ -243,100 +242,86 @@ def _raise(problems: list[str]) -> None:
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """List what is wrong with values that are right one by one."""
-    problems: list[str] = []
-    low, first, high = values["min_scale"], values["initial_scale"], values["max_scale"]
-    if not low <= first <= high:
-        problems.append(f"precision.initial_scale={first:g} must lie between min_scale={low:g} and max_scale={high:g}")
-    if values["growth_factor"] <= 1:
-        problems.append(f"precision.growth_factor must be above 1, not {values['growth_factor']:g}")
-    if values["backoff_factor"] >= 1:
-        problems.append(f"precision.backoff_factor must be below 1, not {values['backoff_factor']:g}")
-    problems += _of_zero(values)
-    if values["loss_chunk"] and values["loss_gather_logits"] == "always":
-        chunk = values["loss_chunk"]
-        problems.append(f"loss.chunk={chunk} makes no whole logits, which loss.gather_logits=always would gather")
-    if values["compile_mode"] != "default" and values["compile_backend"] != "inductor":
-        mode, backend = values["compile_mode"], values["compile_backend"]
-        problems.append(f"compile.mode={mode} is one of the backend inductor, not of {backend}")
-    if values["compile"] and values["cpu_transport"] == "shm":
-        problems.append("cpu_transport=shm does not go with compile: graphs use the process group. Leave one out")
-    if values["context_parallel_size"] > 1:
-        cp = f"context_parallel_size={values['context_parallel_size']}"
-        if values["compile"]:
-            problems.append(f"{cp} does not go with compile: which rows a block gets is decided in Python")
-    if values["compile"] and values["sequence_parallel"]:
-        problems.append(
-            "sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out"
-        )
-    if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
-        problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
-    saves, every = values["checkpoint_saves"], values["checkpoint_every"]
-    if (saves or every > 1) and not values["activation_checkpointing"]:
-        problems.append("checkpoint_saves and checkpoint_every need activation_checkpointing=True")
-    for name in saves:
-        if name not in SAVED:
-            problems.append(
-                f"activation_checkpointing.save lists {clip(repr(name))}.{nearest(str(name), SAVED)} Known: "
-                f"{', '.join(SAVED)}"
-            )
-    if saves and values["compile"]:
-        problems.append(
-            f"activation_checkpointing.save={list(saves)} does not go with compile, whose graphs choose by themselves "
-            "what they keep. Leave one out"
-        )
-    return problems
+    """List the problems of values that are right one by one."""
+    c = SimpleNamespace(**values)
+    return [*_of_scales(c), *_of_zero(c), *_of_blocks(c)]
 
 
-def _of_zero(values: Mapping[str, Any]) -> list[str]:
-    """List what does not go together with a stage of ZeRO."""
-    stage, sharded = values["zero_stage"], values["zero_stage"] in FULLY_SHARDED
-    problems = []
-    for key in ("shard_size", "cpu_offload"):
-        if values[f"zero_{key}"] and not sharded:
-            problems.append(f"zero.{key} needs zero.stage 2 or 3, not {stage}")
-    if values["zero_optimizer_offload"] and sharded:
-        problems.append(f"zero.optimizer_offload needs zero.stage 0 or 1, not {stage}, which has zero.cpu_offload")
-    schedule = values["pipeline"].schedule
-    if stage == 3 and values["pipeline_parallel_size"] > 1 and schedule in SPLIT_BACKWARD:
-        problems.append(
-            f"zero.stage=3 does not go with pipeline.schedule={schedule}: between the two halves of a block's backward "
-            "its weights would be gone.\n  Use zero.stage 2, which gathers weights once a step, or the schedule 1f1b."
+def _of_scales(c: Any) -> Iterator[str]:
+    """Yield problems of the loss scale."""
+    if not c.min_scale <= c.initial_scale <= c.max_scale:
+        between = f"min_scale={c.min_scale:g} and max_scale={c.max_scale:g}"
+        yield f"precision.initial_scale={c.initial_scale:g} must lie between {between}"
+    if c.growth_factor <= 1:
+        yield f"precision.growth_factor must be above 1, not {c.growth_factor:g}"
+    if c.backoff_factor >= 1:
+        yield f"precision.backoff_factor must be below 1, not {c.backoff_factor:g}"
+
+
+def _of_blocks(c: Any) -> Iterator[str]:
+    """Yield problems of the loss, of compiled blocks, and of recomputed ones."""
+    if c.loss_chunk and c.loss_gather_logits == "always":
+        yield f"loss.chunk={c.loss_chunk} makes no whole logits, which loss.gather_logits=always would gather"
+    if c.compile_mode != "default" and c.compile_backend != "inductor":
+        yield f"compile.mode={c.compile_mode} is one of the backend inductor, not of {c.compile_backend}"
+    if c.compile and c.cpu_transport == "shm":
+        yield "cpu_transport=shm does not go with compile: graphs use the process group. Leave one out"
+    if c.compile and c.context_parallel_size > 1:
+        cp = f"context_parallel_size={c.context_parallel_size}"
+        yield f"{cp} does not go with compile: which rows a block gets is decided in Python"
+    if c.compile and c.sequence_parallel:
+        yield "sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out"
+    if c.compile and c.checkpoint_saves:
+        saves = f"activation_checkpointing.save={list(c.checkpoint_saves)}"
+        yield f"{saves} does not go with compile, whose graphs choose by themselves what they keep. Leave one out"
+    if c.cpu_checkpointing and not c.activation_checkpointing:
+        yield "cpu_checkpointing=True needs activation_checkpointing=True"
+    if (c.checkpoint_saves or c.checkpoint_every > 1) and not c.activation_checkpointing:
+        yield "checkpoint_saves and checkpoint_every need activation_checkpointing=True"
+    for name in (name for name in c.checkpoint_saves if name not in SAVED):
+        known = f"{nearest(str(name), SAVED)} Known: {', '.join(SAVED)}"
+        yield f"activation_checkpointing.save lists {clip(repr(name))}.{known}"
+
+
+def _of_zero(c: Any) -> Iterator[str]:
+    """Yield problems of a stage of ZeRO."""
+    stage, sharded = c.zero_stage, c.zero_stage in FULLY_SHARDED
+    if not sharded:
+        for key in ("shard_size", "cpu_offload"):
+            if getattr(c, f"zero_{key}"):
+                yield f"zero.{key} needs zero.stage 2 or 3, not {stage}"
+    elif c.zero_optimizer_offload:
+        yield f"zero.optimizer_offload needs zero.stage 0 or 1, not {stage}, which has zero.cpu_offload"
+    if stage == 3 and c.pipeline_parallel_size > 1 and c.pipeline.schedule in SPLIT_BACKWARD:
+        yield (
+            f"zero.stage=3 does not go with pipeline.schedule={c.pipeline.schedule}: between the two halves of a "
+            "block's backward its weights would be gone.\n  Use zero.stage 2, which gathers weights once a step, or "
+            "the schedule 1f1b."
         )
-    if values["zero_shard_size"] and values["expert_parallel_size"] > values["tensor_parallel_size"]:
-        problems.append(
-            f"zero.shard_size={values['zero_shard_size']} does not go with expert_parallel_size="
-            f"{values['expert_parallel_size']} above tensor_parallel_size={values['tensor_parallel_size']}: experts "
-            "are sharded over the replicas already. Leave it out"
-        )
-    if sharded and values["optimizer_split_fused"]:
-        problems.append(
-            f"zero.stage={stage} does not go with optimizer.split_fused: torch's FSDP2 has rows of the fused matrices. "
-            "Use zero.stage 1."
-        )
-    return problems
+    if c.zero_shard_size and c.expert_parallel_size > c.tensor_parallel_size:
+        sizes = f"expert_parallel_size={c.expert_parallel_size} above tensor_parallel_size={c.tensor_parallel_size}"
+        why = "experts are sharded over the replicas already. Leave it out"
+        yield f"zero.shard_size={c.zero_shard_size} does not go with {sizes}: {why}"
+    if sharded and c.optimizer_split_fused:
+        why = "torch's FSDP2 has rows of the fused matrices"
+        yield f"zero.stage={stage} does not go with optimizer.split_fused: {why}. Use zero.stage 1."
 
 
 def _unfit(values: Mapping[str, Any], world_size: int | None) -> list[str]:
     """List what keeps ``initialize`` from these sizes in a world of that size, if that is known."""
     tp, cp, pp, ep = (values[f"{kind}_parallel_size"] for kind in ("tensor", "context", "pipeline", "expert"))
-    problems = []
-    divides = world_size is None or world_size % (tp * cp * pp) == 0
-    if not divides:
-        problems.append(_does_not_divide(tp, cp, pp, world_size or 0))
-    replicas = world_size // (tp * cp * pp) if world_size is not None and divides else None
+    problems, replicas, zero = [], None, values["zero_shard_size"]
+    if world_size is not None and world_size % (tp * cp * pp):
+        problems.append(_does_not_divide(tp, cp, pp, world_size))
+    elif world_size is not None:
+        replicas = world_size // (tp * cp * pp)
     if ep != 1 and (ep % tp or (replicas is not None and replicas % (ep // tp))):
         problems.append(_misfit_of_experts(ep, tp, replicas))
-    if values["zero_shard_size"] and replicas is not None and (replicas * cp) % values["zero_shard_size"]:
-        problems.append(_misfit_of_zero(values["zero_shard_size"], replicas, cp))
+    if zero and replicas is not None and (replicas * cp) % zero:
+        fitting = ", ".join(str(each) for each in range(1, replicas * cp + 1) if replicas * cp % each == 0)
+        ranks = f"{replicas} replicas" + (f" x context_parallel_size={cp}" if cp > 1 else "")
+        problems.append(f"zero.shard_size={zero} must divide the {ranks}: {fitting} fit here")
     return problems
-
-
-def _misfit_of_zero(size: int, replicas: int, cp: int) -> str:
-    """Say over how many ranks FSDP2 can shard."""
-    fitting = [each for each in range(1, replicas * cp + 1) if replicas * cp % each == 0]
-    ranks = f"{replicas} replicas" + (f" x context_parallel_size={cp}" if cp > 1 else "")
-    return f"zero.shard_size={size} must divide the {ranks}: {', '.join(map(str, fitting))} fit here"
 
 
 def _misfit_of_experts(ep: int, tp: int, replicas: int | None) -> str:

@@ -253,7 +253,7 @@ def _linear(
     forward_name: str = "",
     backward_name: str = "",
 ) -> Any:
-    """Make an autograd function of functions of a tensor, an axis, and further arguments; their names are for profilers.
+    """Make an autograd function of functions of a tensor, an axis, and further arguments; the names are for profilers.
 
     ``forward`` and ``backward`` run without autograd; ``again`` is the backward that is differentiated in turn.
     """

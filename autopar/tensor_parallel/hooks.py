@@ -153,18 +153,14 @@ def _walk(value: Any, change: Any, inside: bool) -> Any:
     if isinstance(value, dict):
         for name in list(value):
             entry = value[name]
-            if isinstance(entry, (tuple, list, dict, torch.Tensor)) and not (inside is False and _plain(name, entry)):
-                value[name] = _walk(entry, change, inside or "attentions" in name)
+            below = inside or "attentions" in name
+            if isinstance(entry, dict) or (below and isinstance(entry, (tuple, list, torch.Tensor))):
+                value[name] = _walk(entry, change, below)
         return value
     if isinstance(value, (tuple, list)):
         maps = inside or (len(value) > 0 and all(isinstance(x, torch.Tensor) and x.ndim == 4 for x in value))
         return type(value)([_walk(entry, change, maps) for entry in value]) if type(value) in (tuple, list) else value
     return change(value) if inside and isinstance(value, torch.Tensor) and value.ndim == 4 else value
-
-
-def _plain(name: str, entry: Any) -> bool:
-    """Return whether an entry holds no maps by its name: hidden states, features, caches."""
-    return "attentions" not in name and not isinstance(entry, dict)
 
 
 _SHARDED = "_autopar_local"
