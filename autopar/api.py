@@ -55,7 +55,7 @@ def initialize(
     optimizer: Any = None,
     lr_scheduler: Any = None,
 ) -> Any:
-    """Turn a Hugging Face model, or a module of your own, into this rank's share of a parallel one, in place.
+    """Turn a Hugging Face model, or a custom module, into this rank's share of a parallel one, in place.
 
     The model sits in memory, or was built inside :func:`autopar.lazy_init`: then only this rank's shards ever do. Every
     process calls it with the same model and config. Parameter objects keep their identity, so an earlier optimizer
@@ -63,7 +63,7 @@ def initialize(
 
     Args:
         model: A ``PreTrainedModel``, or a module with one inside; any other module with a ``policy``. Ranks may hold
-            different random weights: all get those of rank 0.
+            different random weights: all get rank 0's.
         config: Dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
             is the rest of the world. Without torchrun the world is this one process.
         policy: Path, dict or YAML text of a custom policy, before the config's ``policy``. If neither is given, the

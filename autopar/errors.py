@@ -26,7 +26,7 @@ class AutoparError(Exception):
     """Base of all errors that autopar raises on purpose.
 
     Attributes:
-        told_by_rank_0: Whether rank 0 raises and prints the same, so this rank need not.
+        told_by_rank_0: True if rank 0 raises and prints the same, so this rank need not.
     """
 
     told_by_rank_0 = False
@@ -82,7 +82,7 @@ class PipelineError(AutoparError):
 
 
 class ShardWarning(UserWarning):
-    """A rank's shard of a weight is used where the whole weight is likely to be meant."""
+    """A rank's shard of a weight is used where the full weight is likely to be meant."""
 
 
 def clip(text: str, width: int = 120) -> str:
@@ -102,7 +102,7 @@ def in_one_line(error: object, width: int | None = None) -> str:
 
 
 def type_and_text(error: BaseException, width: int | None = None) -> str:
-    """Return an error of foreign code as ``ValueError: what it says``, in one line."""
+    """Return an error of foreign code as ``ValueError: text``, in one line."""
     return f"{type(error).__name__}: {in_one_line(error, width)}"
 
 

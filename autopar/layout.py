@@ -1,6 +1,6 @@
 """Layouts: how the units of one tensor dim are sharded over the ranks of an axis. Pure; the only slicing code.
 
-A *unit* (an attention head, one ffn neuron, one vocabulary row) lies on a rank as a whole; it is never divided.
+A *unit* (an attention head, one ffn neuron, one vocabulary row) lies on one rank; it is never divided.
 A *layout* says how units lie along one dim of one stored tensor: blocks side by side, each block a run
 of equally wide units. GPT-2 stores ``q | k | v`` as three blocks of ``heads``; BLOOM stores one block of
 ``heads`` whose units are three head widths wide.
@@ -62,7 +62,7 @@ def aligned_shards(count: int, leader_count: int, leaders: UnitRanges) -> UnitRa
     """Shard ``count`` units so that each lies on a rank that holds its leader.
 
     Leader ``i`` owns units ``[i * n, (i + 1) * n)`` with ``n = count / leader_count`` (query heads and their KV head).
-    Ranks that hold the same leader split its units among themselves. Raises ``ValueError`` if ``n`` is not whole.
+    Ranks that hold the same leader split its units among themselves. Raises ``ValueError`` if ``n`` is not an integer.
     """
     if leader_count == 0 or count % leader_count:
         raise ValueError(f"{count} units cannot follow {leader_count}: {count} / {leader_count} is not whole")
@@ -219,7 +219,7 @@ class Layout:
         return tuple(owned)
 
     def owned(self, rank: int) -> tuple[Range, ...]:
-        """Return :meth:`ranges` without what a lower rank holds too: over all ranks every element exactly once."""
+        """Return :meth:`ranges` without elements of lower ranks: over all ranks every element exactly once."""
         return self._owned[rank]
 
     def owned_local(self, rank: int) -> tuple[Range, ...]:
@@ -309,7 +309,7 @@ def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Layout | No
     Each rank has two rows at least: models take one query for a step of decoding, which is not causal.
 
     Args:
-        zigzag: Whether each rank has two runs of rows, one from each end, so that under a causal mask all ranks have as
+        zigzag: True: each rank has two runs of rows, one from each end, so that under a causal mask all ranks have as
             much to compute (Llama 3, arXiv 2407.21783, section 3.3.2). Otherwise one run.
 
     >>> rows_layout(8, 2).ranges(1), rows_layout(8, 2, zigzag=True).ranges(1)

@@ -35,7 +35,7 @@ class Step:
         after: Name of the step before it: one of the core, or of a feature earlier in the alphabet. Steps after the
         same
             one run in the reverse order of their features' names.
-        always: Whether ``initialize`` makes it also where the configuration does not ask for the feature.
+        always: True if ``initialize`` makes it also where the configuration does not ask for the feature.
     """
 
     function: str
@@ -68,8 +68,8 @@ class Feature:
     """The entries of one feature. Each attribute below ``library`` is a table.
 
     Planners and steps of a feature that :data:`SETTINGS` names are called where a configuration asks for it (a step may
-    say ``always``); those of another feature in every ``initialize``. Functions that plan only read the model, and send
-    nothing; their results must be identical on all ranks.
+    say ``always``); entries of another feature in every ``initialize``. Functions that plan only read the model, and
+    send nothing; their results must be identical on all ranks.
 
     Attributes:
         name: Name of its folder.
@@ -90,7 +90,7 @@ class Feature:
             (:class:`autopar.dry_run.plan_model.ModelPlans`), in the order of names. Its result (None: the feature is
             not used) is kept under the entry's name, in ``Plans.features`` and ``Parallelized.features``; ranks compare
             its ``to_json()``.
-        matches: Keys of a policy's rules that lay modules over more ranks than those of tensor parallelism; the core
+        matches: Keys of a policy's rules that lay modules over more ranks than tensor parallelism does; the core
             asks for ``by_expert``. ``lay(matches, root, ranks)`` is called before matches become layouts. It returns
             the matches to continue with (``RuleMatch.rules`` makes layouts of one), the attributes that change, and the
             rules of plans whose modules it lays so.
@@ -217,7 +217,7 @@ def _is_there(package: str) -> bool:
 
 
 def load(entry: str) -> Any:
-    """Import what a ``"module:attribute"`` string names."""
+    """Import the object of a ``"module:attribute"`` string."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -301,7 +301,7 @@ def _usable() -> list[Feature]:
 
 
 def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable[..., Any], ...]:
-    """Return the core's steps and those of features that a configuration asks for, each after the step that it names.
+    """Return the steps of the core and of the configuration's features, each after the step that it names.
 
     Raises:
         ConfigError: no step has the name.
@@ -320,7 +320,7 @@ def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable
 
 
 def begin_asked() -> None:
-    """Begin what the environment asks for. Raises ConfigError if a variable needs a feature that is not installed."""
+    """Begin the features of the environment's variables. Raises ConfigError if one is not installed."""
     for name in dict.fromkeys([TRACE, *(name for each in features() for name in each.variables)]):
         if value := os.environ.get(name):
             entry("variables", name, f"{name}={value}")()

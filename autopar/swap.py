@@ -42,7 +42,7 @@ def mixed_class(mixin: type, plain: type, name: str = "") -> Any:
     """Return the class ``(mixin, plain)``, one for each pair.
 
     Args:
-        name: Its name; by default that of ``plain``: transformers finds recorded outputs by the class as text.
+        name: Its name; by default ``plain``'s: transformers finds recorded outputs by the class as text.
     """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__} if not name else {}
     return type(name or plain.__name__, (mixin, plain), {**names, "_autopar_plain": plain})
@@ -133,7 +133,7 @@ def replace_storage(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
-    if weakref.getweakrefs(parameter):  # an LSTM has some; the object stays, so they go on being right
+    if weakref.getweakrefs(parameter):  # an LSTM has some; the object stays, so they stay right
         swap_implementation(parameter, other)
     else:
         torch.utils.swap_tensors(parameter, other)

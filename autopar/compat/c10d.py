@@ -81,7 +81,7 @@ def leave_out_of_ddp(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def left_out_of_ddp(wrapper: nn.Module) -> set[str]:
-    """Return the parameters that a ``DistributedDataParallel`` leaves alone, by their names in what it wraps."""
+    """Return the parameters that a ``DistributedDataParallel`` leaves alone, by their names in the wrapped module."""
     return set(getattr(wrapper, "parameters_to_ignore", ()))
 
 
@@ -98,7 +98,7 @@ def _groups(root: FSDPModule) -> Iterator[Any]:
 
 
 def gathered_parameters(root: FSDPModule) -> set[int]:
-    """Return the ids of the whole parameters that FSDP2 puts in the place of its shards while it has them gathered."""
+    """Return the ids of the full parameters that FSDP2 puts in the place of its shards while it has them gathered."""
     every = (held for group in _groups(root) for held in group.fsdp_params)
     return {id(held._unsharded_param) for held in every if hasattr(held, "_unsharded_param")}
 

@@ -66,7 +66,7 @@ def load() -> None:
 
 
 def hold(user: Any) -> None:
-    """Install the patches for a model, and keep them as long as ``user`` lives and has not called :func:`release`."""
+    """Install the patches for a model, and keep them until ``user`` dies or calls :func:`release`."""
     first = not any(True for _ in _holders)
     _holders.add(user)
     weakref.finalize(user, _remove_unheld).atexit = False
@@ -76,7 +76,7 @@ def hold(user: Any) -> None:
 
 
 def release(user: Any) -> None:
-    """Remove the patches, if nobody else holds them."""
+    """Remove the patches, if no other model holds them."""
     _holders.discard(user)
     _remove_unheld()
 
@@ -170,7 +170,7 @@ def _version(library: str) -> str:
 
 
 class _AfterImport:
-    """A finder that finds nothing by itself, and does what waits for a module when others have loaded it."""
+    """A finder that finds nothing by itself, and runs the pending action of a module after its import."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:

@@ -17,7 +17,7 @@ from torch.nn.modules import batchnorm, conv, dropout, module as torch_modules
 from torch.optim import _muon, optimizer as _optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
 
-leave_alone = eval_frame.skip_code  # code runs as it is, also in what is compiled
+leave_alone = eval_frame.skip_code  # code runs as it is, also in compiled code
 BatchNorm = batchnorm._BatchNorm
 Convolution = conv._ConvNd
 Dropout = dropout._DropoutNd
@@ -52,7 +52,7 @@ schema_of = attrgetter("_schema")  # of an operator: name, arguments, returns, i
 operator_of = attrgetter("_overloadpacket")  # the operator of which a function is one overload
 name_of_operator = attrgetter("_overloadpacket.__name__")  # normal_
 
-base_of = attrgetter("_base")  # what a tensor is a view of; None if it is not a view
+base_of = attrgetter("_base")  # the tensor of which it is a view, or None
 storage_id = attrgetter("_cdata")  # a number that identifies a storage as long as it lives
 
 
@@ -139,7 +139,7 @@ def newton_schulz(direction: torch.Tensor, group: Mapping[str, Any]) -> torch.Te
 
 
 def muon_rates(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Any, Any]:
-    """Return by what a step of Muon multiplies the weights of a matrix of ``shape``, and how far it goes."""
+    """Return the factor of the weights of a matrix of ``shape`` in a step of Muon, and the step's length."""
     rate: Any = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
     return 1 - rate * group["weight_decay"], _muon._adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape))
 
@@ -208,7 +208,7 @@ def convolve(module: Any, x: Any, weight: Any, bias: Any) -> Any:
 def called_instead(functions: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Let a call of each module, inside, be one of its function instead of the module's forward and hooks.
 
-    A function is given what the call would have run, and its arguments.
+    A function is given the module's call, and its arguments.
     """
     name, before = "_compiled_call_impl", list[tuple[dict[str, Any], Any]]()
     try:

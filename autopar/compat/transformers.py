@@ -20,8 +20,8 @@ EXPERTS = "_experts_implementation"  # of a config: how the experts of a mixture
 RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again, where it is recomputed
 OWN_ADAPTERS = "_hf_peft_config_loaded"  # of a model: add_adapter of transformers has put PEFT's layers into it
 ACCELERATE_HOOK = "_hf_hook"  # of a module: accelerate has put a hook into its forward
-SET_LOSS = "_loss_function"  # of a model: the loss that a user has set; there is none if it is that of its class
-_CONVERSIONS = "_weight_conversions"  # of a loaded model: what was done to the tensors of the files
+SET_LOSS = "_loss_function"  # of a model: the loss that a user has set; absent if it is its class's
+_CONVERSIONS = "_weight_conversions"  # of a loaded model: conversions of the tensors of the files
 # Arguments and outputs that hold keys, values and states of earlier tokens: since 5.24 by the first name.
 CACHES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "layer_state")
 INITIALIZED = "_is_hf_initialized"  # of a module or tensor: it was loaded, and is not drawn
@@ -44,7 +44,7 @@ def unsaved_keys(model: Any) -> set[str]:
 
 @contextlib.contextmanager
 def as_never_quantized(model: Any) -> Iterator[None]:
-    """Let transformers save what it dequantized on loading as plain weights; it would quantize them again."""
+    """Let transformers save dequantized weights as plain ones; it would quantize them again."""
     kept = vars(model).get(_CONVERSIONS) or ()
     quantizes = any(getattr(step, "hf_quantizer", None) for one in kept for step in getattr(one, "operations", ()))
     if quantizes:
@@ -133,7 +133,7 @@ def holds_states(value: Any) -> bool:
 
 @functools.cache
 def takes_ranks() -> bool:
-    """Return whether continuous batching of this release queries an object about what ranks must agree on."""
+    """Return whether continuous batching of this release queries an object about values that ranks must agree on."""
     try:
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
         from transformers.generation.continuous_batching.distributed import DistributedHelper

@@ -37,7 +37,7 @@ class ParallelConfig:
     """Resolved configuration. ``docs/configuration.md`` describes every key.
 
     A field has the name of its key. Keys of ``zero``, ``optimizer``, ``compile``, ``loss`` and ``consistency_check``
-    come after the name of their section (``zero_stage``), those of ``activation_checkpointing`` after ``checkpoint``.
+    come after the name of their section (``zero_stage``), keys of ``activation_checkpointing`` after ``checkpoint``.
     ``precision``, ``compile``, ``consistency_check`` and ``activation_checkpointing`` are themselves the field of their
     dtype, or of ``enable``.
 
@@ -173,7 +173,7 @@ class ParallelConfig:
 
     @property
     def parameters_every(self) -> int:
-        """Steps between two comparisons of all weights that ranks must have alike, or 0 of samples only."""
+        """Steps between two comparisons of all weights that must be identical on ranks, or 0: samples only."""
         return int(self.consistency_parameters.partition(" ")[2] or 0)
 
     def data_parallel_size(self, world_size: int) -> int:

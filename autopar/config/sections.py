@@ -44,7 +44,7 @@ SECTIONS: dict[str, dict[str, type]] = {
 SHORT = {f"{axis[0]}p": f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "context", "expert")}
 # Values at the top level, no sections.
 PLAIN: dict[str, type] = {"gradient_clipping": float, "policy": str, **dict.fromkeys(SHORT, int)}
-SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # gradients of weights come later than those of inputs
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # gradients of weights come later than inputs'
 SCHEDULES = ("1f1b", "gpipe", "interleaved", *SPLIT_BACKWARD)
 _FOLDED = ("zbv", "dualpipev")
 _CHOICES: dict[str, tuple[Any, ...]] = {  # of fields of ParallelConfig and PipelineConfig
@@ -62,7 +62,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {  # of fields of ParallelConfig and Pipe
     "loss_router_aux": ("global", "replica"),
 }
 _FROM_ZERO = ("loss_chunk", "zero_shard_size")
-_FORMS = {  # pattern, and what it is in words
+_FORMS = {  # pattern, and its description
     "consistency_inputs": (r"auto|first|always|every [1-9]\d*", "auto, first, always or 'every N' (every 10)"),
     "consistency_parameters": (r"auto|every [1-9]\d*", "auto or 'every N' (every 100)"),
 }
@@ -88,7 +88,7 @@ for _section in ("zero", "optimizer", "compile", "loss"):
 def check_section(
     section: str, content: Mapping[Any, Any], known: Mapping[str, type], problems: list[str]
 ) -> dict[str, Any]:
-    """Return the valid values of a section; problems of the other ones are added to ``problems``."""
+    """Return the valid values of a section; further problems are added to ``problems``."""
     checked: dict[str, Any] = {}
     for key, value in content.items():
         if key in SHORT and key not in known:
@@ -112,7 +112,7 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
     """Return the problem of a value, or None."""
     if name == "policy" and type(value) is not str:
         return f"policy must be 'derive' or the path of a policy, not {describe(value)}"
-    if type(value) is not kind and not (kind is float and type(value) is int):  # True is no int
+    if type(value) is not kind and not (kind is float and type(value) is int):  # True counts as no int
         return f"{name} must be {_NAMES.get(kind, kind.__name__)}, not {describe(value)}"
     section, _, key = name.rpartition(".")
     field = FIELDS.get((section, key), key)
@@ -150,7 +150,7 @@ def describe(value: object) -> str:
 class PipelineConfig:
     """The section ``pipeline`` of ``docs/configuration.md``.
 
-    Without ``microbatch_size`` and ``num_microbatches`` a micro-batch is one sample, at one stage the whole batch.
+    Without ``microbatch_size`` and ``num_microbatches`` a micro-batch is one sample, at one stage the batch.
     ``dualpipev`` runs a batch of fewer micro-batches than two for each rank in the order of ``zbv``.
     """
 

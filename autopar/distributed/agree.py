@@ -1,13 +1,13 @@
 """Give all ranks one verdict: all succeed, or all raise. A rank that never comes costs a time-out, not a hang.
 
 :func:`meet` waits for ranks through the key-value store of the default process group, in which no rank can get stuck.
-A call on some of the ranks only raises within the time-out and leaves nothing behind, so a later call works again.
+A call on some of the ranks only raises within the time-out and leaves no keys, so a later call works again.
 
 :func:`same_on_every_rank` is for ``initialize``, before there is a mesh: over the default group, whatever its backend.
 
 :func:`all_ranks` and :func:`rank_zero` are for saving and loading, which take long and touch disks: verdicts go in a
-star around rank 0, over gloo, because the death of a rank closes its connection to rank 0 (or rank 0's to everyone),
-so the others learn it at once and by name. In a ring, the two neighbours would know and the rest would wait. torch's
+star around rank 0, over gloo, because the death of a rank closes its connection to rank 0 (or rank 0's to everyone), so
+the other ranks learn it at once and by name. In a ring, the two neighbours would know and the rest would wait. torch's
 ``_DistWrapper`` (``torch/distributed/checkpoint/utils.py``) has the same idea without the deaths.
 """
 
@@ -145,12 +145,12 @@ def _arrive(
                 said.update({other: store.get(f"{number}/{other}").decode() for other in range(size)})
             for key in ("count", "decision", *map(str, range(size))) if rank == 0 else ():
                 with contextlib.suppress(RuntimeError, NotImplementedError):
-                    store.delete_key(f"{number - 1}/{key}")  # all came here from there: nobody reads it any more
+                    store.delete_key(f"{number - 1}/{key}")  # all ranks came here from there, so none reads it again
             return None
         arrived: list[int] = json.loads(verdict)
         if rank in arrived:
             return arrived
-        # came after the others had given up: they may be calling again
+        # came after the other ranks had given up: they may be calling again
 
 
 def _present(store: Any, number: int, size: int) -> list[int]:
@@ -209,7 +209,7 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
 
 
 def _error_of_others(verdicts: list[tuple[str, str]], facts: Any) -> AutoparError:
-    """Return the error of the first rank that failed; else of the first whose facts are others than those of rank 0."""
+    """Return the error of the first rank that failed; else of the first whose facts differ from rank 0's."""
     for rank, (kind, text) in enumerate(verdicts):
         if kind == "checkpoint":
             return CheckpointError(f"rank {rank} cannot load the model, so no rank does:\n{text}")
@@ -308,7 +308,7 @@ def _round(
     value, cause = None, None
     try:
         value = work()
-    except BaseException as error:  # a keyboard interrupt on one rank must not leave the others waiting
+    except BaseException as error:  # a keyboard interrupt on one rank must not leave the other ranks waiting
         cause = error
     report = {"error": None if cause is None else _describe(cause), "value": None if cause else value}
     values: list[Any] = []
@@ -406,7 +406,7 @@ def _lost(ranks: list[int], world_size: int, note: Callable[[], str]) -> str:
 
 # -- signals ----------------------------------------------------------------------------------------------------------
 # torchrun and SLURM send SIGTERM before they kill a job. It reaches ranks at different moments, and some not at all. So
-# each notes what it got, and all ask at the same place of their loop. As in Megatron-LM's dist_signal_handler.py.
+# each notes its signal, and all ask at the same place of their loop. As in Megatron-LM's dist_signal_handler.py.
 
 
 class StopSignal:
@@ -419,7 +419,7 @@ class StopSignal:
                     model.save_parallelized(f"run/step-{step}", optimizer=optimizer)
                     break
 
-    A second signal of the same kind does what it did before: it ends the process unless other code handles it.
+    A second signal of the same kind has its usual effect: it ends the process unless other code handles it.
 
     Args:
         mpu: ``model.mpu``.

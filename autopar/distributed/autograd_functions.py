@@ -1,11 +1,11 @@
 """Shared parts of the autograd functions of sharded layers: second derivatives, and names in profiler traces.
 
-Collectives are linear, so the backward of each is another one, which can be differentiated in turn: that of ``copy`` is
-``reduce``, and the other way round. A function that saves memory or waits beside other work has two backwards: its own,
-and a plain one that is run with ``create_graph=True`` (:func:`any_order`).
+Collectives are linear, so the backward of each is another one, which can be differentiated in turn: ``copy``'s is
+``reduce``, and the other way round. A function that saves memory or waits next to other work has two backwards: its
+own, and a plain one that is run with ``create_graph=True`` (:func:`any_order`).
 
 torch's ``once_differentiable`` reports a missing second derivative only to a ``backward()`` that walks into it;
-``torch.autograd.grad`` goes around it and leaves the term out. Where there is no second backward here, the first one
+``torch.autograd.grad`` goes around it and leaves the term out. Without a second backward here, the first one
 with ``create_graph=True`` raises (:func:`single_backward`). torch.func (grad, vmap, jvp) and dual tensors need more of
 an autograd function than a backward: they are refused.
 

@@ -24,7 +24,7 @@ class MeshSizes(NamedTuple):
     cp: int = 1
 
     def in_words(self) -> str:
-        """Return the sizes by the names that they have in a config, that of context parallelism if there is any."""
+        """Return the sizes by the names that they have in a config, context parallelism's if there is any."""
         cp = f"context_parallel_size={self.cp}, " if self.cp > 1 else ""
         return f"tensor_parallel_size={self.tp}, {cp}pipeline_parallel_size={self.pp}, data-parallel size {self.dp}"
 
@@ -65,7 +65,7 @@ class Axis(NotCopied):
         self.read_timeout = 20.0
 
     def widened(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` in the dtype in which it is summed over the axis: itself, or a copy of what is half."""
+        """Return ``x`` in the dtype in which it is summed over the axis: itself, or a copy of a half tensor."""
         dtype = self.reduce_dtype
         return x if dtype is None or not x.is_floating_point() or x.itemsize >= dtype.itemsize else x.to(dtype)
 
@@ -92,7 +92,7 @@ def axis_of(group: Group | None) -> Axis:
     """Return the axis that ``group`` means.
 
     Raises:
-        ConfigError: it is none of the three, or a process group without this rank. There is no default: the world is a
+        ConfigError: it is none of the three, or a process group without this rank. No default exists: the world is a
             tensor-parallel group only by accident.
     """
     if isinstance(group, Axis):

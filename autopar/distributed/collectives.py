@@ -1,4 +1,4 @@
-"""Autograd collectives over one axis of the mesh: what the activations of a tensor-parallel layer go through.
+"""Autograd collectives over one axis of the mesh: the path of the activations of a tensor-parallel layer.
 
 The first functions are the collectives without autograd, which the autograd functions call.
 
@@ -13,7 +13,7 @@ The first functions are the collectives without autograd, which the autograd fun
 | ``all_to_all``       | all-to-all along dim 0     | all-to-all, splits swapped  | _AllToAll                         |
 | ``sum_replicas``     | identity on a weight       | sum over the ranks that hold the same units | -                 |
 
-The convention is that of Shoeybi et al., "Megatron-LM" (2019), section 3: after ``reduce`` or ``gather`` every rank
+The convention follows Shoeybi et al., "Megatron-LM" (2019), section 3: after ``reduce`` or ``gather`` every rank
 computes the same thing from the same values, so the backward of ``reduce`` is the identity and not another sum
 (that is where ``torch.distributed.nn`` differs and gives gradients ``size`` times too large).
 
@@ -203,7 +203,7 @@ def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
 
 
 def reduce_scattered(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None = None) -> torch.Tensor:
-    """Sum over the axis and keep this rank's part of ``dim``: an even one, or that of ``layout``, padded on the way."""
+    """Sum over the axis and keep this rank's part of ``dim``: an even one, or ``layout``'s, padded on the way."""
     layout = layout or even_layout(x.shape[dim], axis.size)
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
     wide = axis.widened(x[:0])
@@ -224,7 +224,7 @@ def reduce_scattered(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | Non
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
-    """Overwrite a contiguous ``x`` by that of the axis's rank ``source``, no autograd."""
+    """Overwrite a contiguous ``x`` by the axis's rank ``source``'s, no autograd."""
     if axis.size > 1:
         run(gloo_collectives.broadcast, axis, x, axis.ranks[source])
 

@@ -110,7 +110,7 @@ def number_groups_alike(group: Any) -> None:
 def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
     """Broadcast rank 0's weights where they differ; return the names of these. A collective of the world.
 
-    Ranks whose weights agree exchange one checksum for each tensor. The order is that of names: some models register
+    Ranks whose weights agree exchange one checksum for each tensor. They go by name: some models register
     buffers in the order of a set, which differs between processes.
     """
     hollow = without_memory(model)

@@ -3,7 +3,7 @@
 A collective that fails says "connection closed by peer" or that time ran out: neither who, nor why. So every rank
 announces its process at the start, and a rank that fails publishes the reason in torch.distributed's key-value store,
 which under torchrun lives in the launcher and outlives every rank. A rank that times out looks for processes that have
-ended (on its own machine that is certain) and reads the reports of the others.
+ended (on its own machine that is certain) and reads the reports of the other ranks.
 
 ``execute_pipeline``, ``generate`` and ``optimizer.step()`` publish their errors themselves. In a user's own loop only
 Python's hook for uncaught exceptions runs. It belongs to the process, so this module keeps the logs of all models. An
@@ -39,7 +39,7 @@ from autopar.errors import AutoparError, PipelineError, first_line
 from autopar.swap import NotCopied
 
 GRACE = 3.0  # seconds that a rank is given to publish why it failed
-_GRACE_AFTER_DEATH = 1.0  # seconds for the others, once some process is known to have ended; and for the store
+_GRACE_AFTER_DEATH = 1.0  # seconds for the other ranks, once some process is known to have ended; and for the store
 _LONGEST = 4000  # characters of a report
 # In torch's words for a lost peer.
 _LOST = re.compile(
@@ -53,7 +53,7 @@ class Report(NamedTuple):
 
     Attributes:
         text: Reason of the failure; "" if it published nothing.
-        pending: Whether the rank still waits for the reports of other ranks, so that more may come.
+        pending: True if the rank still waits for the reports of other ranks, so that more may come.
         age: Seconds since then.
     """
 
@@ -90,7 +90,7 @@ class FailureLog(NotCopied):
     # -- reports ---------------------------------------------------------------------------------------------------
 
     def publish(self, text: str, *, pending: bool = False) -> None:
-        """Publish why this rank fails; ``pending``: as far as it knows, it still reads the reports of others."""
+        """Publish why this rank fails; ``pending``: it still reads other reports."""
         self._published = True
         report = f"{'?' if pending else '!'}{time.time():.0f} {text[:_LONGEST]}"
         self._ask(lambda: self._store.set(str(self.mpu.rank), report))
@@ -101,7 +101,7 @@ class FailureLog(NotCopied):
             self.publish(str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}")
 
     def clear(self) -> None:
-        """Delete the report of this rank: training goes on."""
+        """Delete the report of this rank: training continues."""
         if self._published:
             self._ask(lambda: self._store.set(str(self.mpu.rank), ""))
             self._published = False

@@ -1,6 +1,6 @@
 """Collectives of CPU tensors over gloo, with short waits that do not sleep.
 
-gloo works in a thread of its own, and to sleep until it is done takes longer than the work. So the caller asks for a
+gloo works in another thread, and to sleep until it is done takes longer than the work. So the caller asks for a
 while whether it is, giving the core to other processes, before it sleeps. Not where a machine has more ranks than
 cores: there it would take them from ranks that compute. Tensors on GPUs, other backends, and graphs of torch.compile
 get torch's own waits.
@@ -53,7 +53,7 @@ def all_to_all_single(
 
 
 def broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Overwrite a contiguous ``x`` by that of the global rank ``source``."""
+    """Overwrite a contiguous ``x`` by the global rank ``source``'s."""
     finish(dist.broadcast(x, source, group=group, async_op=_is_gloo(x, group)))
 
 

@@ -7,7 +7,7 @@ Ranks count tp fastest, then cp, then dp, then pp, as in Megatron-LM. With 16 ra
     dp: [0, 4] [1, 5] [2, 6] ...      ranks that hold the same shard and get other sequences
     pp: [0, 8] [1, 9] [2, 10] ...     ranks that hold consecutive stages of one replica
 
-Axes are joined where ranks have something alike::
+Axes are joined where ranks have something in common::
 
     dp_cp: [0, 2, 4, 6] ...           the same shard: gradients are averaged, optimizer states sharded
     tp_cp: [0, 1, 2, 3] ...           the same batch, within a stage
@@ -24,7 +24,7 @@ An MPU has no module-level state: two of them, with two shapes, may exist in one
 
 The process groups of a mesh are destroyed when all ranks have dropped it: torch keeps a group, its threads and its
 connections until then. Two meshes never share a group: their models may run in different threads, and a collective
-that fails leaves messages behind.
+that fails leaves messages in it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, 
     first and last stage, which both hold tied embeddings.
 
     Args:
-        experts: Expert-parallel size. Above tp, ``ep`` joins tp and the innermost replicas, ``edp`` the other ones.
+        experts: Expert-parallel size. Above tp, ``ep`` joins tp and the innermost replicas, ``edp`` the other replicas.
         zero: Number of neighbours in ``dp_cp`` over which FSDP2 shards (``fsdp``); ``hsdp`` joins equal rows.
     """
     inner = max(experts // sizes.tp, 1)
@@ -156,7 +156,7 @@ class MPU(NotCopied):
         sizes: ``MeshSizes(tp, pp, dp, cp)``.
         device: Device of this rank: its GPU under nccl, another accelerator under its own backend, else the CPU.
         failures: Failure log of the model; None for a mesh made by hand.
-        alive: Whether the process groups exist: from the start until :meth:`destroy`.
+        alive: True until :meth:`destroy`: the process groups exist.
         random_tracker: Named random streams, after ``tensor_parallel.manual_seed`` was called with this MPU.
 
     Raises:

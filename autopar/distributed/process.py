@@ -1,9 +1,9 @@
-"""This process: its identity, its accelerator, and how it joins the others from torchrun's environment.
+"""This process: its identity, its accelerator, and how it joins the world from torchrun's environment.
 
 [Note: restarts and the store] With torch 2.13 the ranks of every attempt (``torchrun --max-restarts``, ``--nnodes
 1:2``) use one store, with the addresses of earlier attempts. A rank that starts early would read those and wait for
 processes that are gone. So the ranks of an attempt agree on a name for it, under which the process group keeps its
-keys. The number of the attempt is no such name: it differs between nodes.
+keys. The number of the attempt differs between nodes.
 
 [Note: the end of a process] torch 2.13 attaches a Python object to each collective of a backward pass. A thread of gloo
 drops it, for which it needs the interpreter. If that ends first, the process aborts in a destructor: more than half of
@@ -61,7 +61,7 @@ class Process(NamedTuple):
         return cls(_place(), os.getpid(), _status(os.getpid())[1])
 
     def is_alive(self) -> bool | None:
-        """Check whether the process runs; None if that cannot be told, because it runs on another machine."""
+        """Check whether the process runs; None if it runs on another machine."""
         if self.place != _place():
             return None
         state, started = _status(self.pid)

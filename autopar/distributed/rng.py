@@ -120,7 +120,7 @@ def begun_stream() -> dict[str, str]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from torch's default generators as seeded with ``seed``; afterwards they go on where they were."""
+    """Draw from torch's default generators as seeded with ``seed``; afterwards they continue where they were."""
     before = TorchGenerators.now()
     seed_torch(seed)
     try:

@@ -61,7 +61,7 @@ def scaled_attributes(scope: Scope, modules: Mapping[str, ModulePlan]) -> Iterat
 
 
 def _scaled(value: int, ratio: Ratio, counts: Mapping[str, int], scope: Scope, shown: str) -> tuple[int, ...]:
-    """``value`` of the whole model -> the value of each rank."""
+    """Return the value of each rank for the model's ``value``."""
     table, tp = scope.table, scope.table.size
     if len(ratio.parts) > 1 or (ratio.parts[0].width is not None and ratio.per is None):
         layout = table.layout(ratio.parts, 0, value, shown, ratio.where, scope.block)
@@ -308,7 +308,7 @@ def _distinct(attributes: list[AttributePlan]) -> list[AttributePlan]:
 
 
 def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, ModulePlan], bare: Collection[str]) -> None:
-    """Check that each module with a sharded parameter has a rule: a tied one without would compute as if whole."""
+    """Check that each module with a sharded parameter has a rule: a tied one without would compute with the shard."""
     for path, module in root.named_modules():
         for name, parameter in own_parameters(module).items():
             layout, other, _ = layouts.get(id(parameter), (None, None, ""))

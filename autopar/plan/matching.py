@@ -81,7 +81,7 @@ class RuleMatch:
         return self.scope.table.number(expression, self.scope.block, self.shown, self.rule.where)
 
     def layout(self, parts: Sequence[Part], dim: int, elements: int, shown: str = "") -> Layout:
-        """Return the layout of ``parts`` along a dim of ``elements``, of this module or of what is ``shown`` in it."""
+        """Return the layout of ``parts`` along a dim of ``elements``, of this module or of a part that is ``shown``."""
         try:
             return self.scope.table.layout(parts, dim, elements, shown or self.shown, self.rule.where, self.scope.block)
         except PolicyError as error:
@@ -96,7 +96,7 @@ class RuleMatch:
 def all_scopes(
     policy: Policy, prefix: str, model: nn.Module, tp: int, policy_of: Callable[[PreTrainedModel], Policy] = find_policy
 ) -> Iterator[Scope]:
-    """Yield every scope of a policy on a model, and those of the models inside it by their own policies."""
+    """Yield every scope of a policy on a model, and of the models inside it by their own policies."""
     if tp > 1:
         check_kernels(policy, model)
     name, base = base_of(model)
@@ -150,7 +150,7 @@ def rows_of(policy: Policy) -> frozenset[str]:
 
 
 def matches_of(scope: Scope) -> Iterator[RuleMatch]:
-    """Yield every rule of a scope with what it matches."""
+    """Yield every rule of a scope with its matches."""
     for pattern, rule in scope.rules.items():
         for path, module in walk(scope.root, pattern, rule.where):
             yield RuleMatch(join(scope.path, path), module, rule, scope, path)
@@ -215,7 +215,7 @@ def check_overlap(matches: list[RuleMatch]) -> None:
 
 
 def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -> None:
-    """Check that inside one scope a row closes what a column opens, and that heads that follow each other agree.
+    """Check that inside one scope a row closes each region of a column, and that heads that follow each other agree.
 
     Raises:
         PolicyError: with the rule that stands alone.
@@ -297,7 +297,7 @@ def check_kernels(policy: Policy, model: nn.Module) -> None:
 
 
 def check_forwards(model: nn.Module, plan: Plan) -> None:
-    """Raise ConfigError where a layer that the plan shards has a ``forward`` of its own object.
+    """Raise ConfigError where a layer that the plan shards has a ``forward`` set on the object.
 
     Python finds an attribute of the object before the method of its class, so the sum over ranks would be left out.
     """

@@ -78,7 +78,7 @@ class Piece:
                 yield part.name
 
     def zeros(self) -> int:
-        """Return how many elements are those of no stored tensor."""
+        """Count the elements that no stored tensor has."""
         parts = self.joined.parts if self.joined else ()
         return sum(part.zeros() if part.joined or part.name else math.prod(part.shape) for part in parts)
 
@@ -125,7 +125,7 @@ class TensorPlan:
         layout: Layout over :attr:`Plan.shards` ranks; None if it is replicated.
         aliases: Other state-dict names of the same tensor.
         saved_as: Name under which ``save_pretrained`` of the reference model writes it; None if it does not.
-        outside: Whether it belongs to the user's modules around the Hugging Face model.
+        outside: True if it belongs to the user's modules around the Hugging Face model.
         pieces: Tensors written instead: parts of this tensor, or several tensors joined, of which this is the first.
         where: ``file:line`` of its rule; "" for none. Neither compared nor saved.
         quantized: Form in which the weight is stored, if that is not a tensor of this shape; such a one is not saved.
@@ -163,7 +163,7 @@ class TensorPlan:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Return plain data that two ranks can compare; a digest of pieces, of which whole experts have thousands."""
+        """Return plain data that two ranks can compare; a digest of pieces, of which experts have thousands."""
         data = self.to_json()
         if self.pieces:
             pieces = json.dumps(data["pieces"]).encode()
@@ -187,7 +187,7 @@ class TensorPlan:
 class InputPlan:
     """An argument of a module's forward that is sliced by ``layout``, along ``layout.dim``.
 
-    An argument that is a whole number of times as long as the layout (batch * heads) is sliced in each repetition.
+    An argument several times as long as the layout (batch * heads) is sliced in each repetition.
     """
 
     name: str
@@ -210,9 +210,9 @@ class ModulePlan:
         once: Those that only the first rank adds (the bias after a partial sum); of experts, the modules that indices
             after the last expert stand for.
         gather_output, split_input, enter_output, inside: Keys of the policy.
-        aside: Whether no other layer reads the input of a column (an adapter's).
-        opens, closes: Whether a region only enters, or only sums.
-        by_hidden: Whether an embedding is sharded along its columns instead of its rows.
+        aside: True if no other layer reads the input of a column (an adapter's).
+        opens, closes: Flags of a region that only enters, or only sums.
+        by_hidden: True if an embedding is sharded along its columns instead of its rows.
         inputs: Arguments of forward that are sliced.
         groups: Units of a norm whose features are normalised by themselves.
         extension: Name of a feature's rule that extends this one, and its numbers by name.

@@ -47,7 +47,7 @@ def tensor_rules_of(match: RuleMatch) -> Iterator[TensorRule]:
         where, opens, closes = str(match.rule.where), match.rule.opens, match.rule.closes
         yield TensorRule(ModulePlan(match.path, "region", where, opens=opens, closes=closes))
     elif match.rule.kind == BY_EXPERT:
-        return  # of experts that ranks hold whole
+        return  # of experts that are not split
     elif match.rule.kind in ("sharded", "norm_over"):
         yield from _own_parameters(match)
     else:
@@ -142,7 +142,7 @@ def _features(parts: tuple[Part, ...], match: RuleMatch) -> Layout:
 
 
 def _bare(match: RuleMatch) -> TensorRule:
-    """Return the rule of a parameter or buffer beside the layers."""
+    """Return the rule of a parameter or buffer next to the layers."""
     rule, tensor = match.rule, match.module
     assert isinstance(tensor, torch.Tensor)
     holder, _, name = match.path.rpartition(".")

@@ -1,7 +1,7 @@
 """Pipeline stages: which blocks, and which tensors, each stage of a model holds. Pure, plain data, no process group.
 
 A model is a row of *elements* in forward order: its blocks; of an encoder-decoder model the encoder's blocks, then the
-encoder itself (its output is what the decoder reads), then the decoder's blocks. A stage is a contiguous run of them.
+encoder itself (the decoder reads its output), then the decoder's blocks. A stage is a contiguous run of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Blocks:
         self.paths = [*before, *after]
         self._place_of = {path: place for place, path in reversed(list(enumerate(self.paths)))}
         self.encoder_place = len(before) if before else None
-        outer = first.split(".")  # the encoder is the outermost module around its blocks that is not around the others
+        outer = first.split(
+            "."
+        )  # the encoder is the outermost module around its blocks that is not around the decoder's
         around_it = (".".join(outer[: end + 1]) for end in range(len(outer)))
         self._encoder = next(path for path in around_it if not lies_in(main, path)) if before else ""
         self._everywhere: list[str] = []
@@ -71,7 +73,7 @@ class Blocks:
                 self._behind_encoder += paths
 
     def elements(self) -> Iterator[str]:
-        """Yield the paths of the blocks, and of the encoder behind its own."""
+        """Yield the paths of the blocks, and of the encoder after its own."""
         for place, path in enumerate(self.paths):
             if place == self.encoder_place:
                 yield self._encoder
@@ -86,7 +88,7 @@ class Blocks:
         return element - 1 if self.encoder_place is not None and element >= self.encoder_place else element
 
     def costs(self) -> list[int]:
-        """Count the parameters of each block, with those around the blocks at the block that they lie beside."""
+        """Count the parameters of each block, with parameters around the blocks at the next block."""
         costs = [0] * len(self.paths)
         counted: set[tuple[int, int]] = set()
         for name, parameter in self.model.named_parameters(remove_duplicate=False) if costs else ():
@@ -101,7 +103,7 @@ class Blocks:
         return min((self._place_of[path] for path in around(name) if path in self._place_of), default=None)
 
     def _beside(self, name: str) -> int | None:
-        """Return the block in which or beside which a tensor is used; None: beside all."""
+        """Return the block in which or next to which a tensor is used; None: all blocks."""
         place = self._holding(name)
         if place is not None or _any_above(name, self._everywhere):
             return place
@@ -149,11 +151,11 @@ class Blocks:
             block = self._holding(name)
             if block is not None:
                 yield name, (stage_of(self.element(block)),)
-            else:  # a buffer beside parameters (running statistics) is right where they are
+            else:  # a buffer next to parameters (running statistics) stays with them
                 yield name, held_by.get(name.rpartition(".")[0], everywhere)
 
     def _read_by_all(self, root: nn.Module, read_at: Mapping[str, set[int]] | None, within: str) -> set[str]:
-        """Return parameters in front of the blocks that all stages need, as far as can be told from what was seen."""
+        """Return parameters before the blocks that all stages seem to need, by the observed reads."""
         if len(self.paths) < 2:
             return set()
         tensors = dict(root.named_parameters(remove_duplicate=False))
@@ -171,8 +173,8 @@ class Blocks:
     def _read_further(self, model: PreTrainedModel, unread: set[str], reads: Mapping[str, set[int]]) -> bool:
         """Return whether blocks seem to read more than what lies between the words at the first one.
 
-        Parameters are ``unread`` where the forward ran with other inputs (text alone). An image encoder makes what is
-        put between the words: it belongs before the first block, and only there. Or later blocks look at the image too:
+        Parameters are ``unread`` where the forward ran with other inputs (text alone). An image encoder makes states
+        between the words: it belongs before the first block, and only there. Or later blocks look at the image too:
         then every stage needs it. A misleading sign costs memory; where a sign is missing, the first forward with an
         image is refused (:mod:`autopar.pipeline_parallel.stage_forward`).
         """
@@ -221,7 +223,7 @@ def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: nn.Module) ->
 
 
 def lies_in(path: str, outer: str) -> bool:
-    """Check whether a path is ``outer`` or that of something in it; everything lies in the model itself, ``""``."""
+    """Check whether a path is ``outer`` or lies in it; everything lies in the model itself, ``""``."""
     return not outer or path == outer or path.startswith(outer + ".")
 
 
@@ -251,7 +253,7 @@ class Reads:
         order: Places of the elements in the order of their calls.
         parameters: Name -> places of the elements that read it; ``len(elements)``: code after the last one.
         earlier: Place -> places of elements before the previous one whose output is read there.
-        own_backward: Whether blocks run where no gradients are recorded: then the model has a custom backward.
+        own_backward: True if blocks run where no gradients are recorded: then the model has a custom backward.
         within: Prefix of the names of the observed model.
         dry_run: Function that runs the stages of a plan; tensors that they read and do not hold: name -> stages.
     """
@@ -322,7 +324,7 @@ def make_stages(
 
     Args:
         chunks: Stages of each rank; of one rank always 1.
-        folded: Whether stages run back (:func:`rank_of_stage`).
+        folded: True if stages run back (:func:`rank_of_stage`).
         layers_per_stage: Blocks of each stage by hand (encoder's and decoder's in one row); empty: by parameters.
         reads: Observed reads of the forward; None: the policy's sections decide.
 
@@ -364,7 +366,7 @@ def elements_of(root: nn.Module, policy: Policy | Described) -> tuple[tuple[str,
 
 
 def refuse_collected(model: nn.Module, stages: int, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a forward in several stages is to return what it collects from all layers."""
+    """Raise ConfigError if a forward in several stages is to return outputs of all layers."""
     if not isinstance(model, PreTrainedModel):
         return
     configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
@@ -411,7 +413,7 @@ def _bounds(blocks: Blocks, ranks: int, chunks: int, by_hand: Sequence[int], rea
 
 
 def _split_points(blocks: Blocks, reads: Reads, place: str) -> list[int]:
-    """Return the blocks in front of which the model can be split: nothing behind reads more than the output there."""
+    """Return the blocks before which the model can be split: later ones only read the output there."""
     if any(first >= second for first, second in pairwise(reads.order)) or not reads.order:
         raise UnsupportedModelError(
             f"{place} cannot be split into pipeline stages: its forward does not call each block once, in order "
@@ -454,7 +456,7 @@ def partition(costs: Sequence[int], stages: int) -> list[int]:
             smallest = sums[count] + 1
             for start in range(end - 1, stage - 2, -1):
                 cost = sums[end] - sums[start]
-                if cost > smallest:  # and so are those of all longer stages
+                if cost > smallest:  # and so do all longer stages
                     break
                 if start in best:
                     (worst, squares), bounds = best[start]

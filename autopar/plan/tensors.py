@@ -1,8 +1,9 @@
 """Every entry of the state dict as a TensorPlan: which names are one tensor, and the form in which it is saved.
 
-transformers renames some modules between memory and file, writes stacked experts one by one, and joins what the hub
-has fused. That conversion is run once on meta tensors in a mode that keeps views and notes what is joined; what comes
-out tells which elements of which stored tensors it is made of. Merging then needs neither transformers nor the model.
+transformers renames some modules between memory and file, writes stacked experts one by one, and joins tensors that the
+hub has fused. That conversion is run once on meta tensors in a mode that keeps views and notes joined tensors; what
+comes out tells which elements of which stored tensors it is made of. Merging then needs neither transformers nor the
+model.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class _ViewTracking(TorchDispatchMode):
     def _note(
         self, result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int, stacked: bool = False
     ) -> torch.Tensor:
-        """Remember what a new tensor is joined from."""
+        """Remember the parts of a joined tensor."""
         parts = []
         for tensor in tensors:
             found = self.piece(tensor)

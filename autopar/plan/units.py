@@ -47,7 +47,7 @@ class UnitTable:
         self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first sharded
 
     def of_experts(self, size: int) -> UnitTable:
-        """Return the same units over ``size`` ranks that hold whole experts."""
+        """Return the same units over ``size`` ranks that hold unsplit experts."""
         if size == self.size:
             return self
         return UnitTable(self.specs, self.config, self.model, size, self.may_be_empty, self.root, self.size)
@@ -107,7 +107,7 @@ class UnitTable:
         return unit if leader is None else self.family(leader)
 
     def stays_whole(self, unit: str, block: nn.Module | None = None) -> bool:
-        """Return whether what is made of ``unit`` is replicated here: ``or_whole``, and fewer units than ranks."""
+        """Return whether tensors of ``unit`` are replicated here: ``or_whole``, and fewer units than ranks."""
         spec, leader = self.specs[unit], self.specs[self.family(unit)]
         if not (spec.or_whole or leader.or_whole):
             return False

@@ -37,7 +37,7 @@ class Call(NamedTuple):
     Attributes:
         prefix, inner: Path and object of the Hugging Face model; of a plain module ``""`` and itself.
         policy: The policy that fits; ``own_policy``: whether the user gave it.
-        optimizer: Of each group, how it is stepped, and its parameters by name.
+        optimizer: Kind of step of each group, and its parameters by name.
     """
 
     config: ParallelConfig
@@ -110,7 +110,7 @@ def _refuse_second(model: nn.Module) -> None:
 
 
 def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[Plans, Materializer]:
-    """Plan this rank's shards, run them without data, draw what a deferred model lacks; identical on every rank.
+    """Plan this rank's shards, run them without data, draw missing weights; identical on every rank.
 
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: something does not fit.

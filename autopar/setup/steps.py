@@ -119,7 +119,7 @@ class Given:
 
 
 def open_failure_log(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """First: what fails from here on is told to the other ranks."""
+    """First: later failures are published to the other ranks."""
     mpu, config = state.mpu, state.config
     mpu.failures = state.failures = FailureLog(mpu, config.pipeline.timeout)
     for axis in (mpu.tp, mpu.cp, mpu.tp_cp, mpu.ep):
@@ -134,12 +134,12 @@ def take_values_of_rank_0(model: nn.Module, state: Parallelized, given: Given) -
 
 
 def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Before stages: swap layers and shard parameters while every rank has all of them, so that they do it alike."""
+    """Before stages: swap layers and shard parameters while every rank has all of them."""
     inner = state.inner_of(model)
     if state.plan.tp > 1 and not isinstance(inner, PreTrainedModel):
         from autopar.dry_run.tensor_parallel import FirstForward
 
-        given.first_forward = FirstForward(inner, state.plan)  # of a copy, while the module is whole
+        given.first_forward = FirstForward(inner, state.plan)  # of a copy, while the module is unsharded
     keep_form(model, keep=True)
     state.undo.append(lambda model, own: keep_form(model, keep=False))
     state.region = tensor_parallel.apply(model, inner, state.plan, state.mpu, state.config)
@@ -196,7 +196,7 @@ def _fill(state: Parallelized, given: Given) -> None:
 
 
 def hook_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """When weights have memory: what ranks compare at a forward is found out by their contents (not with FSDP2)."""
+    """When weights have memory: comparisons at a forward depend on their contents (not with FSDP2)."""
     inner = state.inner_of(model)
     tensor_parallel.attach(inner, state.plan, state.mpu, state.config, state.region, state.failures, state.dp.steps)
     if given.first_forward is not None:
@@ -258,7 +258,7 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def undo(model: nn.Module, state: Parallelized) -> None:
-    """Take back all steps, the last one first, and destroy the process groups, unless a copy goes on with them."""
+    """Take back all steps, the last one first, and destroy the process groups, unless a copy uses them."""
     copied = any(other is not state and other.mpu is state.mpu for other in _alive)
     with state.failures.wait("deparallelize", range(state.mpu.world_size)):
         (kept,), _ = extremes([int(copied)], None)  # some ranks alone may hold a copy

@@ -2,8 +2,8 @@
 
 Most of them are of the feature ``megatron``, for a user-defined model.
 
-Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). There is no module-level
-state. :mod:`autopar.api` is built from the same parts. The names are loaded when they are first used.
+Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). They have no
+module-level state. :mod:`autopar.api` is built from the same parts. The names are loaded when they are first used.
 """
 
 from typing import Any

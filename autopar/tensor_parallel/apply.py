@@ -143,7 +143,7 @@ def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) ->
                 hook.tree.check(module)
     for name, parameter in model.named_parameters():
         if name in plan.experts:
-            parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron-LM's sign: not alike over replicas
+            parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron-LM's sign: it differs over replicas
 
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:

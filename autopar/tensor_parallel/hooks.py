@@ -284,7 +284,7 @@ def attach(
     Args:
         failures: Log in which forwards publish their errors.
         check: Object that compares over tp and cp when a forward begins; None for no checks.
-        sharded: Whether layers use the region, or ranks share a forward; without, a forward needs no hooks.
+        sharded: True if layers use the region, or ranks share a forward; without, a forward needs no hooks.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in callable_alone(model):

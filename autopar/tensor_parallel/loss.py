@@ -77,7 +77,7 @@ def _check_widths(found: torch.Tensor, widths: list[int]) -> None:
     if found.is_meta:
         return
     if not found.is_cpu:
-        expected = torch.tensor(widths, dtype=found.dtype).to(found.device, non_blocking=True)  # nobody waits for it
+        expected = torch.tensor(widths, dtype=found.dtype).to(found.device, non_blocking=True)  # the host does not wait
         right = found == expected
         assert_soon(right.all(), f"the ranks' logits are not {widths} columns wide")
     elif found.tolist() != widths:
@@ -95,7 +95,7 @@ class Targets(NamedTuple):
     ignored: torch.Tensor
 
     def of(self, some: slice) -> Targets:
-        """Return those of some tokens."""
+        """Return the targets of some tokens."""
         return Targets(self.column[some], self.mine[some], self.ignored[some])
 
 
@@ -148,7 +148,7 @@ def _gradient(
     label_smoothing: float,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Return the gradient ``[tokens, vocab/tp]`` of the logits from that of the losses, ``[tokens]``."""
+    """Return the gradient ``[tokens, vocab/tp]`` of the logits from the losses' gradient, ``[tokens]``."""
     out = (_wide(logits) - log_total.unsqueeze(1)).exp_()  # softmax
     if logits.shape[1]:
         at_target = targets.mine.to(out.dtype).unsqueeze(1) * (label_smoothing - 1.0)
@@ -190,7 +190,7 @@ def _cross_entropy_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | N
 
 
 def _chunked_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """All tokens at once: what is differentiated again is kept."""
+    """Return the gradients for all tokens at once: they are kept, to be differentiated again."""
     log_total, column, mine, ignored, *saved = ctx.saved_tensors
     ctx.shards.head.seen.went_back = True
     with torch.enable_grad():

@@ -1,6 +1,6 @@
 """Apply a plan to a model in place, undo it, and gather or load its full state.
 
-``print(model)`` shows the sizes of sharded layers on this rank and of the whole tensors.
+``print(model)`` shows the sizes of sharded layers on this rank and of the full tensors.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def swap_back(module: nn.Module) -> None:
 
 
 def resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
-    """Set the sizes among a module's attributes to those of its weight (``rank`` None: of the full one).
+    """Set the sizes among a module's attributes to its weight's (``rank`` None: the full one's).
 
-    Layers whose output is full, as those of the head and the words are, keep the full sizes: losses read them.
+    Layers whose output is full, as the head's and the words', keep the full sizes: losses read them.
     """
     if plan.rule in ("sharded", "one_expert"):
         _resize_plain(module, plan, rank)
@@ -263,7 +263,7 @@ def _layer_class(plain: Any, parallel: Any) -> Any:
 
 
 def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:
-    """Raise unless a subclass with a forward of its own (Falcon's ``x @ W.T``) computes what torch's class does."""
+    """Raise unless a subclass with a custom forward (Falcon's ``x @ W.T``) computes the same as torch's class."""
     with contextlib.suppress(Exception), torch.device("cpu"), kept(), torch.no_grad():
         module = plain(3, 5)
         x = torch.arange(3) if issubclass(plain, nn.Embedding) else torch.randn(2, 3)

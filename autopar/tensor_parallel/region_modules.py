@@ -1,4 +1,4 @@
-"""Region modules: no layers of their own kind, but at the border of a sharded region, or with parameters inside it.
+"""Region modules: no parallel layers, but at the border of a sharded region, or with parameters inside it.
 
 A plain module becomes one by a class swap, like the layers. Around its own forward:
 
@@ -161,7 +161,7 @@ class ShardedNorm(RegionModule):
 
 
 class GlobalMeans(TorchFunctionMode):
-    """Take means over the last dim over the features of all ranks; ``given`` to the norm is what it works on."""
+    """Take means over the last dim over the features of all ranks; ``given``: arguments of the norm."""
 
     def __init__(self, plan: ModulePlan, axis: Axis, given: tuple[Any, ...]) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class GlobalMeans(TorchFunctionMode):
                 f"{x.shape[-1]}: it has groups, write {{norm_over: ..., within: GROUPS}} or {{sharded: ...}}",
                 self.where,
             )
-        if layout.replicated:  # a lower rank adds what it holds too
+        if layout.replicated:  # a lower rank adds shared elements
             owned = x.new_zeros(x.shape[-1])
             for start, stop in layout.owned_local(axis.rank):
                 owned[start:stop] = 1
@@ -213,7 +213,7 @@ class GlobalMeans(TorchFunctionMode):
     def _mean_of_groups(self, x: torch.Tensor, groups: Layout) -> torch.Tensor:
         axis = self.axis
         if not groups.replicated:
-            return x.mean(-1, keepdim=True)  # this rank holds whole groups
+            return x.mean(-1, keepdim=True)  # groups are not split
         ((start, stop),) = groups.ranges(axis.rank)
         sums = x.sum(-1, keepdim=True)  # [..., groups of this rank, 1]
         own = torch.zeros(groups.size, device=x.device, dtype=x.dtype)
@@ -240,7 +240,7 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _over_ranks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum over the ranks, forward and backward: each rank goes on to use the sum for its own features."""
+    """Sum over the ranks, forward and backward: each rank uses the sum for its features."""
     return copy(reduce(x, axis), axis)
 
 

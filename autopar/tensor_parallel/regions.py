@@ -76,7 +76,7 @@ class Region:
             name that must be identical on all ranks.
         ending: Functions that are called when the outermost forward has ended.
         check_thread: Function that is called before a forward, or None; raises ConfigError if the collectives of a
-            forward in another thread would meet those of this one.
+            forward in another thread would meet this one's.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -188,7 +188,7 @@ class Region:
         """Copy ``x`` for a column-parallel layer. Readers of one tensor get the same copy, for one all-reduce.
 
         Args:
-            shared: Whether other layers may read ``x`` too; else the last copy is kept for them.
+            shared: True if other layers may read ``x`` too; else the last copy is kept for them.
         """
         if self.tracking is not None:
             return self.alias(x)
@@ -207,7 +207,7 @@ class Region:
     def enter_first(
         self, x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient
     ) -> tuple[torch.Tensor, Late | None]:
-        """Copy ``x``, ``[..., in]``, for a layer whose weight gradient can be computed while that of ``x`` is summed.
+        """Copy ``x``, ``[..., in]``, for a layer whose weight gradient can be computed while ``x``'s is summed.
 
         Returns:
             The copy, and the object that the layer attaches to its output; None if the layer is not the first reader of
@@ -225,7 +225,7 @@ class Region:
         return entered, late
 
     def leave(self) -> None:
-        """Leave the region: random draws are alike again. A compiled graph must not keep its activations."""
+        """Leave the region: random draws are replicated again. A compiled graph must not keep its activations."""
         if self.rows is None:
             self.draw_alike()
         else:
@@ -233,8 +233,8 @@ class Region:
         if torch.compiler.is_compiling():
             self.release()
 
-    # What a tensor is from here on, for a dry run; outside of one the tensor itself is returned.
-    alias = _marked("alias")  # for use inside of the region: another tensor, to tell the two apart
+    # Marks of a tensor for a dry run; outside of one the tensor itself is returned.
+    alias = _marked("alias")  # for use inside of the region: another tensor object
     mark_sharded = _marked("mark_sharded")
     mark_replicated = _marked("mark_replicated")
     mark_rows = _marked("mark_rows")  # of the sequence
@@ -260,7 +260,7 @@ class Region:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Draw alike on all tp ranks, inside a region too; behind it draws are again as they were before."""
+        """Draw the same on all tp ranks, inside a region too; afterwards draws continue as before."""
         inside = None if self._outside is None else TorchGenerators.now()
         self.draw_alike()
         try:
@@ -287,7 +287,7 @@ class Region:
             outside.restore()
 
     def _follow(self) -> None:
-        """Go on by rank where a stage's own stream has begun inside, which is what is outside from here on."""
+        """Seed by rank again after a stage has begun its stream inside of the region."""
         followers.remove(self._follow)
         self._seed()
 
@@ -370,14 +370,14 @@ def can_compute_late(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.dtype == weight.dtype
         and not torch.compiler.is_compiling()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
-        and not is_watched(x)  # what the layer returns was kept: it must not be written to
+        and not is_watched(x)  # the layer's output was kept: it must not be written to
     )
 
 
 def enter_overlapped(
     x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient, axis: Axis
 ) -> tuple[torch.Tensor, Late]:
-    """Copy ``x``, ``[..., in]``, into a region; its gradient is summed next to that of ``weight``."""
+    """Copy ``x``, ``[..., in]``, into a region; its gradient is summed next to ``weight``'s."""
     pending = _Pending()
     waiting = _Wait.apply(x, axis, pending)
     tokens = x.detach().flatten(0, -2)
@@ -433,7 +433,7 @@ def _weight_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None,
 
 
 class LateWeight(torch.autograd.Function):
-    """A weight's gradient, computed when that of a layer's output comes: ``[tokens, out/tp]``, without memory.
+    """A weight's gradient, computed when the gradient of a layer's output comes: ``[tokens, out/tp]``, without memory.
 
     It saves ``x``, of which ``whole`` makes the layer's input ``[tokens, in]``.
     """

@@ -47,7 +47,7 @@ class LogitsPart(ABC):
         axis, layout: The ranks, and the layout of the sharded dim over them.
         name: Name of the logits, identical on all ranks.
         kind, advice: Unit of the layout, and the alternative to reading on one rank, for messages.
-        gets_every_gradient: Whether every gradient of the logits comes by its first input.
+        gets_every_gradient: True if every gradient of the logits comes by its first input.
     """
 
     axis: Axis
@@ -100,7 +100,7 @@ class LogitsPart(ABC):
         """Return ``F.cross_entropy`` of the full logits, or None if that needs them."""
 
 
-# What may share its memory with what it is made of: done again to the whole logits, if those are ever read.
+# Results may share memory with their source: repeated on the full logits, if those are ever read.
 _REPEATED = frozenset(("view", "reshape", "contiguous", "__getitem__", "detach"))
 _COMMUTE = frozenset(("mul", "__mul__", "add", "__add__"))
 _OF_GRADIENTS = ("retain_grad", "register_hook", "grad")
@@ -109,7 +109,7 @@ _OF_GRADIENTS = ("retain_grad", "register_hook", "grad")
 class _Origin:
     """The head's output, and everything made of it."""
 
-    lost = False  # a loss was taken from the parts: no gradient of whole logits will exist
+    lost = False  # a loss was taken from the parts: no gradient of full logits will exist
 
 
 class _Family:
@@ -138,7 +138,7 @@ class ShardedLogits(WholeOnRead):
     part: LogitsPart
     _origin: _Origin
     _family: _Family
-    _source: Callable[[], ShardedLogits | None]  # what it was made of, if they may share memory and that still lives
+    _source: Callable[[], ShardedLogits | None]  # its source, if they may share memory and that still lives
     _step: Change | None
     _node: Any  # its place in the graph, as it was made
     _whole: torch.Tensor | None
@@ -178,7 +178,7 @@ class ShardedLogits(WholeOnRead):
         return _Gather.apply(self)
 
     def materialize(self) -> None:
-        """Make the plain tensor of these logits, from that of their source or by gathering."""
+        """Make the plain tensor of these logits, from their source's or by gathering."""
         source = self._source()
         if self._whole is not None:
             return
@@ -253,7 +253,7 @@ def sharded_logits(part: LogitsPart, source: ShardedLogits | None = None, step: 
     made._family, made._source, made._step, made._whole = _Family(), lambda: None, step, None
     made._node = without_overrides(lambda: made.grad_fn, (), {})
     if source is not None and step is not None:
-        keeps = source.grad_fn is None or made._node is not None  # one without a graph must not keep that of another
+        keeps = source.grad_fn is None or made._node is not None  # one without a graph must not keep another's
         made._family, made._source = source._family, (lambda: source) if keeps else weakref.ref(source)
     made._family.members.append(weakref.ref(made))
     return made
