@@ -101,12 +101,6 @@ def place_of_user(frame: FrameType | None = None) -> tuple[str, int]:
     return users.f_code.co_filename, users.f_lineno
 
 
-def line_of_user() -> str:
-    """Return the line of user code that led here, as ``train.py:12``."""
-    file, line = place_of_user()
-    return f"{file}:{line}"
-
-
 def _users(frame: FrameType | None = None) -> tuple[FrameType, int]:
     """Return the innermost frame of user code, and the ``stacklevel`` of a warning at it by the caller."""
     level, frame = 2, frame or sys._getframe(2)

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopar.call_site import line_of_user, warn_user
+from autopar.call_site import place_of_user, warn_user
 from autopar.compat.c10d import PrefixStore, default_group, default_store
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes, of_text
@@ -88,8 +88,8 @@ def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
 
     def alone(arrived: list[int], end: str) -> str:
         missing = [rank for place, rank in enumerate(axis.ranks) if place not in arrived]
-        where = line_of_user()
-        return f"rank {mine} reads {what} in {where}, and {names_of(missing)} did not within {end}.\n  {advice}"
+        file, line = place_of_user()
+        return f"rank {mine} reads {what} in {file}:{line}, and {names_of(missing)} did not within {end}.\n  {advice}"
 
     def warn(arrived: list[int]) -> None:
         warn_user(alone(arrived, f"{_WARN_AFTER:g} s: after {timeout:g} s it raises"))

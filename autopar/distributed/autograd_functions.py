@@ -81,9 +81,6 @@ def _described(name: str, args: tuple[Any, ...]) -> str:
     return f"{collective} over {axis.name if axis else '?'}{shape}" + (f": {place}" if place else "")
 
 
-_Backward = TypeVar("_Backward", bound=Callable[..., Any])
-
-
 def keep_none(ctx: Any) -> None:
     """Let :func:`any_order` see in this forward's backward that no gradient came: torch makes zeros otherwise."""
     if type(ctx) is not NoGraph and not torch.compiler.is_compiling():  # a graph has no such gradients
@@ -97,7 +94,7 @@ class NoGraph:
         pass
 
 
-def any_order(again: Callable[..., Any]) -> Callable[[_Backward], _Backward]:
+def any_order(again: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Decorate the backward of an autograd function: with ``create_graph=True`` ``again(ctx, *gradients)`` runs.
 
     Without any gradient neither runs: the graph is identical on all ranks, and so is the collective that they skip.
@@ -106,7 +103,7 @@ def any_order(again: Callable[..., Any]) -> Callable[[_Backward], _Backward]:
         again: The same gradients, differentiable in the saved tensors and in the gradients.
     """
 
-    def decorate(backward: _Backward) -> _Backward:
+    def decorate(backward: _Function) -> _Function:
         @functools.wraps(backward)
         def run(ctx: Any, *gradients: Any) -> Any:
             if all(gradient is None for gradient in gradients):
@@ -115,7 +112,7 @@ def any_order(again: Callable[..., Any]) -> Callable[[_Backward], _Backward]:
             twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             return (again if twice else backward)(ctx, *gradients)
 
-        return cast("_Backward", run)
+        return cast("_Function", run)
 
     return decorate
 
@@ -129,7 +126,7 @@ def refuse_again(*gradients: Any) -> Any:
     )
 
 
-single_backward: Callable[[_Backward], _Backward] = any_order(refuse_again)
+single_backward: Callable[[_Function], _Function] = any_order(refuse_again)
 """Decorates the backward of an autograd function whose gradients cannot be differentiated again."""
 
 

@@ -7,18 +7,9 @@ Ranks count tp fastest, then cp, then dp, then pp, as in Megatron-LM. With 16 ra
     dp: [0, 4] [1, 5] [2, 6] ...      ranks that hold the same shard and get other sequences
     pp: [0, 8] [1, 9] [2, 10] ...     ranks that hold consecutive stages of one replica
 
-Axes are joined where ranks have something in common::
-
-    dp_cp: [0, 2, 4, 6] ...           the same shard: gradients are averaged, optimizer states sharded
-    tp_cp: [0, 1, 2, 3] ...           the same batch, within a stage
-    model: [0, 1, 2, 3, 8, ...] ...   the same batch: all ranks of one replica (tp x cp x pp)
-    tp_pp: [0, 1, 8, 9] ...           together one copy of the weights: norms
-
-Experts of a mixture may be sharded over more ranks than the other layers: over the innermost replicas, too. With 8
-ranks, tp 2 and an expert-parallel size of 4::
-
-    ep: [0, 1, 2, 3] [4, 5, 6, 7]     ranks that hold different experts of the same layers
-    edp: [0, 4] [1, 5] [2, 6] ...     ranks that hold the same experts and get other sequences
+Joined axes (``dp_cp``, ``tp_cp``, ``tp_pp``, ``model``) go through all ranks of the axes in their name. Experts of a
+mixture may be sharded over more ranks than the other layers: over the innermost replicas, too. With 8 ranks, tp 2 and
+an expert-parallel size of 4 ``ep`` is [0, 1, 2, 3] [4, 5, 6, 7], and ``edp`` [0, 4] [1, 5] [2, 6] [3, 7].
 
 An MPU has no module-level state: two of them, with two shapes, may exist in one process.
 

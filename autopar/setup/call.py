@@ -100,13 +100,13 @@ def _refuse_second(model: nn.Module) -> None:
                 "  autopar.deparallelize(model) gives back the plain model, which can be initialized again."
             )
         plan = vars(module).get("autopar")
-        if isinstance(plan, ModulePlan) and not plan.where:
-            raise ConfigError(
-                f"{place} was built parallel by hand: initialize takes plain layers (nn.Linear), and shards them by a "
-                "policy."
-            )
         if isinstance(plan, ModulePlan):
-            raise ConfigError(f"{place} is part of a model that is parallelized already.")
+            by_hand = (
+                "was built parallel by hand: initialize takes plain layers (nn.Linear), and shards them by a policy."
+            )
+            raise ConfigError(
+                f"{place} {'is part of a model that is parallelized already.' if plan.where else by_hand}"
+            )
 
 
 def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[Plans, Materializer]:

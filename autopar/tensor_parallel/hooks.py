@@ -308,7 +308,7 @@ def attach(
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     for module in callable_alone(model):
-        remove_forward_hooks(module, _HOOKS)
+        remove_forward_hooks(module, (Hook, ShardCaches, MarkCaches))
         for name in _NAMES:
             module.__dict__.pop(name, None)
 
@@ -404,9 +404,6 @@ class AfterForward(Hook):
         if check is not None and (output is not None or getattr(sys.exc_info()[1], "completes", False)):
             check.after_forward(model)
         return None if output is None else gather_attentions(output, self.mpu.tp, self.layouts)
-
-
-_HOOKS = (Hook, ShardCaches, MarkCaches)
 
 
 def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
