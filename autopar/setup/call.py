@@ -101,12 +101,10 @@ def _refuse_second(model: nn.Module) -> None:
             )
         plan = vars(module).get("autopar")
         if isinstance(plan, ModulePlan):
-            by_hand = (
-                "was built parallel by hand: initialize takes plain layers (nn.Linear), and shards them by a policy."
-            )
-            raise ConfigError(
-                f"{place} {'is part of a model that is parallelized already.' if plan.where else by_hand}"
-            )
+            how = "is part of a model that is parallelized already"
+            if not plan.where:
+                how = "was built parallel by hand: initialize takes plain layers, and shards them by a policy"
+            raise ConfigError(f"{place} {how}.")
 
 
 def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[Plans, Materializer]:
