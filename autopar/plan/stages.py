@@ -444,7 +444,7 @@ def rank_of_stage(ranks: int, chunks: int, *, folded: bool = False) -> tuple[int
 def partition(costs: Sequence[int], stages: int) -> list[int]:
     """Return the bounds of the contiguous split of ``costs`` into non-empty stages whose largest sum is the smallest.
 
-    Of several splits, return the most even one (the smallest sum of squares).
+    The most even one of several splits is returned (the smallest sum of squares).
     """
     count = len(costs)
     sums = [0, *accumulate(costs)]

@@ -48,15 +48,12 @@ _OWNER = "printed sizes"
 def _extra_repr(self: Any) -> str:
     axis: Axis = self.tp
     layouts: dict[str, Layout] = self.autopar_layouts
-    sizes = []
+    tensors, sizes = {**own_buffers(self), **own_parameters(self)}, []
     for name, layout in layouts.items():
-        tensor = own_parameters(self).get(name)
-        tensor = own_buffers(self).get(name) if tensor is None else tensor
-        if tensor is not None:
+        if tensors.get(name) is not None:
             stored = stored_weight(self) if name == "weight" else None
-            here = list(tensor.shape if stored is None else stored.shape)
-            whole = [*here[: layout.dim], layout.size, *here[layout.dim + 1 :]]
-            sizes.append(f"{name} {here} of {whole}")
+            here = list(tensors[name].shape if stored is None else stored.shape)
+            sizes.append(f"{name} {here} of {[*here[: layout.dim], layout.size, *here[layout.dim + 1 :]]}")
     place = f"{axis.name} {axis.rank}/{axis.size}: {', '.join(sizes)}" if sizes else ""
     return "; ".join(part for part in (type(self).extra_repr(self), place) if part)
 

@@ -10,7 +10,7 @@ stream in a tracker instead (core/tensor_parallel/random.py). Nothing is drawn o
 training mode and some dropout probability is above zero.
 
 [Note: order of the backward pass] The gradient at the entry of a region is all-reduced over the ranks while the weight
-gradient of its first layer is computed. Of all nodes that are ready, torch's engine runs the one made last. So the
+gradient of its first layer is computed. torch's engine runs the youngest ready node. So the
 nodes are made in this order, and run in the reverse one:
 
     wait          the gradient of x: waits for the sum, made first
