@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from itertools import islice
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -409,7 +409,7 @@ def _lost(ranks: list[int], world_size: int, note: Callable[[], str]) -> str:
 # each notes its signal, and all ask at the same place of their loop. As in Megatron-LM's dist_signal_handler.py.
 
 
-class StopSignal:
+class StopSignal(contextlib.AbstractContextManager[Any]):
     """Note signals that ask a job to stop, so that all ranks can save at the same step and end by themselves::
 
         with autopar.StopSignal(model.mpu) as stop:
@@ -453,12 +453,7 @@ class StopSignal:
         while self._before:
             signal.signal(*self._before.popitem())
 
-    def __enter__(self) -> StopSignal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

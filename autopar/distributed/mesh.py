@@ -119,15 +119,8 @@ class MPU(NotCopied):
 
     Every process of the world makes it, at the same point of the program, with the same sizes.
 
-    Args:
-        tensor_parallel_size: Number of ranks over which layers are sharded.
-        pipeline_parallel_size: Number of stages. The data-parallel size is world_size / (tp * cp * pp).
-        cpu_transport: Carrier of collectives of the tensor-parallel axis on the CPU: ``gloo``, ``shm`` (memory that
-            the ranks of one machine share), or ``auto``.
-        context_parallel_size: Number of ranks that share the sequences of a batch.
-        reduce_dtype: Dtype in which tensors of half precision are summed: ``same``, their own, or ``fp32``.
-        expert_parallel_size: Number of ranks over which experts are sharded: 1, or a multiple of tp.
-        zero_shard_size: Number of neighbours in ``dp_cp`` over which ZeRO's stages 2 and 3 shard; 0: all of them.
+    The arguments are keys of the configuration (``docs/configuration.md``). The data-parallel size is the rest of the
+    world: ``world_size / (tp * cp * pp)``.
 
     Attributes:
         tp: Axis (:class:`~autopar.distributed.axis.Axis`) of the ranks that hold the other shards of its layers.

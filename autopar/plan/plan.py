@@ -418,9 +418,7 @@ def derived_notice(model: nn.Module, plan: Plan, policy: Policy) -> str | None:
         f"no policy lists model_type '{plan.model_type}', which comes with a tp_plan: one is derived from what forward "
         "computes ('autopar policy new' proves it and writes it down)"
     )
-    if plan.tp == 1:
-        return line
     names = {plan.canonical(name) for name, _ in model.named_parameters()}
-    sizes = [(prod(plan.tensors[name].shape), plan.tensors[name].layout is None) for name in names]
-    share = sum(size for size, whole in sizes if whole) / max(sum(size for size, _ in sizes), 1)
-    return f"{line}; it leaves {share:.0%} of the parameters whole on each of {plan.tp} ranks"
+    sizes = {name: prod(plan.tensors[name].shape) for name in names}
+    full = sum(size for name, size in sizes.items() if plan.tensors[name].layout is None) / max(sum(sizes.values()), 1)
+    return f"{line}; it leaves {full:.0%} of the parameters whole on each of {plan.tp} ranks" if plan.tp > 1 else line
