@@ -219,30 +219,23 @@ class PipelineConfig:
 
 
 @functools.cache
-def foreign_keys() -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
-    """Return for each library its keys' names here, and the advice on its other keys."""
-    read = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text("utf-8"))
-    advice: dict[str, dict[str, str]] = {library: {} for library in (*read["renamed"], "anyone")}
-    for row in read["advice"]:
+def foreign_keys() -> dict[str, dict[str, str]]:
+    """Return for each library the advice on its keys; ``anyone``: on keys that no library has."""
+    libraries = ("ColossalAI", "Megatron-LM", "DeepSpeed", "OSLO", "accelerate", "anyone")
+    advice: dict[str, dict[str, str]] = {library: {} for library in libraries}
+    for row in yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text("utf-8")):
         for library in row.keys() - {"say"}:
             advice[library] |= dict.fromkeys(row[library], row["say"])
-    return read["renamed"], advice
+    return advice
 
 
 def explain(key: object, value: Any = None) -> str | None:
     """Return the key to write for a key of another library, with the user's value; None if no library has it."""
-    renamed, advice = foreign_keys()
     name = clip(str(key)).lstrip("-").replace("-", "_").lower()
-    libraries = [library for library in renamed if name in renamed[library] or name in advice[library]]
-    if not libraries:
-        guessed = advice["anyone"].get(name)
-        return None if guessed is None else f"there is no key '{key}': {guessed}"
-    owners = ", ".join(f"{library}'s" for library in libraries)
-    home = renamed[libraries[0]].get(name)
-    if home is None:
-        return f"'{key}' is {owners} name: {advice[libraries[0]][name]}"
-    section, _, own = home.rpartition(".")
-    written = f"{own}: {clip(str(value)) if type(value) in (bool, int, float, str) else '...'}"
-    if section or home in SHORT:
-        written = f"{section}: {{{written}}}".removeprefix(": ")
-    return f"'{key}' is {owners} name: write {written}"
+    said = {library: advice[name] for library, advice in foreign_keys().items() if name in advice}
+    if not said:
+        return None
+    shown = clip(str(value)) if type(value) in (bool, int, float, str) else "..."
+    text = next(iter(said.values())).replace("VALUE", shown)
+    owners = ", ".join(f"{library}'s" for library in said if library != "anyone")
+    return f"'{key}' is {owners} name: {text}" if owners else f"there is no key '{key}': {text}"

@@ -409,7 +409,7 @@ def _lost(ranks: list[int], world_size: int, note: Callable[[], str]) -> str:
 # each notes its signal, and all ask at the same place of their loop. As in Megatron-LM's dist_signal_handler.py.
 
 
-class StopSignal(contextlib.AbstractContextManager[Any]):
+class StopSignal(contextlib.AbstractContextManager["StopSignal"]):
     """Note signals that ask a job to stop, so that all ranks can save at the same step and end by themselves::
 
         with autopar.StopSignal(model.mpu) as stop:

@@ -112,12 +112,8 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis
 
 def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
     """Make a layer the parallel one of its plan, in place; its parameters stay as they are."""
-    if (
-        plan.rule not in ("sharded", "one_expert")
-        or any(layout.replicated for layout in plan.layouts.values())
-        or plan.summed
-        or plan.inputs
-    ):
+    special = plan.summed or plan.inputs or any(layout.replicated for layout in plan.layouts.values())
+    if special or plan.rule not in ("sharded", "one_expert"):
         module.__class__ = parallel_class(type(module), plan, stored_weight(module))
     vars(module).update(tp=axis, region=region, autopar=plan, autopar_layouts=dict(plan.layouts))
 
