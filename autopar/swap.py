@@ -75,9 +75,8 @@ def unswap(target: Any, mixin: type, *attributes: str) -> None:
 
 
 def argument_names(module: Any) -> tuple[str, ...]:
-    """Return the names of the arguments of a module's forward."""
-    kind: Any = type(module)
-    return _names_of(kind)
+    """Return the names of the arguments of the forward of a module, or of a class of modules."""
+    return _names_of(module if isinstance(module, type) else type(module))
 
 
 @functools.cache
