@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,41 +178,37 @@ class PipelineConfig:
     @classmethod
     def of(cls, section: Mapping[str, Any], pp: int, problems: list[str]) -> PipelineConfig:
         """Make it of the keys of the section; problems are added to ``problems``."""
-        found = dict(section)
-        schedule = found.setdefault("schedule", "1f1b")
-        chunks = found.setdefault("chunks", 2 if schedule in ("interleaved", *_FOLDED) else 1)
-        if (schedule == "interleaved") != (chunks > 1) and schedule not in _FOLDED:
-            problems.append(
-                f"pipeline.chunks={chunks} does not fit schedule {schedule}: more than 1 is for interleaved"
-            )
-        elif schedule in _FOLDED and chunks != 2:
-            problems.append(
-                f"pipeline.chunks={chunks} does not fit schedule {schedule}, which has 2 stages on each rank"
-            )
-        layers = found["layers_per_stage"] = tuple(found.get("layers_per_stage", ()))
-        if any(type(count) is not int or count < 1 for count in layers):
-            problems.append(
-                f"pipeline.layers_per_stage={clip(str(list(layers)))} must list numbers of blocks of at least 1"
-            )
-        size, count = found.get("microbatch_size"), found.get("num_microbatches")
-        if size is not None and count is not None:
-            problems.append(
-                f"pipeline.microbatch_size={size} and pipeline.num_microbatches={count} are both given: one follows "
-                "from the other and the batch, so give one"
-            )
-        elif size is None and count is None and pp > 1:
+        found = {"schedule": "1f1b", **section, "layers_per_stage": tuple(section.get("layers_per_stage", ()))}
+        found.setdefault("chunks", 2 if found["schedule"] in ("interleaved", *_FOLDED) else 1)
+        if pp > 1 and not found.keys() & {"microbatch_size", "num_microbatches"}:
             found["microbatch_size"] = 1
-        if count is not None and count < pp:
-            problems.append(
-                f"pipeline.num_microbatches={count} is less than pipeline_parallel_size={pp}: some stages would never "
-                f"work at the same time; give at least {pp}"
-            )
-        elif count is not None and schedule == "dualpipev" and pp > 1 and count < 2 * pp:
-            problems.append(
-                f"pipeline.num_microbatches={count} is less than twice pipeline_parallel_size={pp}: schedule dualpipev "
-                f"is not defined for that; give at least {2 * pp}, or schedule zbv"
-            )
-        return cls(**found)
+        made = cls(**found)
+        problems += made._problems(pp)
+        return made
+
+    def _problems(self, pp: int) -> Iterator[str]:
+        """Yield problems of values that are right one by one, with ``pp`` ranks."""
+        schedule, chunks, count = self.schedule, self.chunks, self.num_microbatches
+        unfit = f"pipeline.chunks={chunks} does not fit schedule {schedule}"
+        if self.folded and chunks != 2:
+            yield f"{unfit}, which has 2 stages on each rank"
+        elif not self.folded and (schedule == "interleaved") != (chunks > 1):
+            yield f"{unfit}: more than 1 is for interleaved"
+        if any(type(each) is not int or each < 1 for each in self.layers_per_stage):
+            blocks = clip(str(list(self.layers_per_stage)))
+            yield f"pipeline.layers_per_stage={blocks} must list numbers of blocks of at least 1"
+        if count is None:
+            return
+        given = f"pipeline.num_microbatches={count}"
+        if self.microbatch_size is not None:
+            both = f"pipeline.microbatch_size={self.microbatch_size} and {given} are both given"
+            yield f"{both}: one follows from the other and the batch, so give one"
+        if count < pp:
+            less = f"{given} is less than pipeline_parallel_size={pp}"
+            yield f"{less}: some stages would never work at the same time; give at least {pp}"
+        elif schedule == "dualpipev" and 1 < pp <= count < 2 * pp:
+            less = f"{given} is less than twice pipeline_parallel_size={pp}"
+            yield f"{less}: schedule dualpipev is not defined for that; give at least {2 * pp}, or schedule zbv"
 
 
 # -- keys of other libraries -------------------------------------------------------------------------------------------

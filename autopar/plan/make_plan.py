@@ -222,18 +222,12 @@ def _distinct_matches(matches: list[RuleMatch], names: Mapping[str, str]) -> lis
     found: dict[int, RuleMatch] = {}
     result = []
     for match in matches:
-        if isinstance(match.module, nn.Module):
-            path = names[match.path]
-        else:
-            holder, _, name = match.path.rpartition(".")
-            path = join(names[holder], name)
-        if path != match.path:
-            known = found.get(id(match.module))
-            if known is not None and replace(known.rule, where=match.rule.where) == match.rule:
-                continue
-        first = replace(match, path=path)
-        found[id(match.module)] = first
-        result.append(first)
+        holder, _, name = match.path.rpartition(".")
+        path = names[match.path] if isinstance(match.module, nn.Module) else join(names[holder], name)
+        known = found.get(id(match.module)) if path != match.path else None
+        if known is None or replace(known.rule, where=match.rule.where) != match.rule:
+            found[id(match.module)] = replace(match, path=path)
+            result.append(found[id(match.module)])
     return result
 
 

@@ -349,14 +349,10 @@ class Plan(NotCopied):
 
 def rows(entries: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """One row for entries that differ in numbers of blocks alone: ``layers.0-3.experts.0-7.up.weight``."""
-    found = [
-        (
-            tuple(entry["name"].split(".")),
-            json.dumps({k: v for k, v in entry.items() if k not in ("name", "tied")}),
-            entry,
-        )
-        for entry in entries
-    ]
+    found = []
+    for entry in entries:
+        rest = json.dumps({key: value for key, value in entry.items() if key not in ("name", "tied")})
+        found.append((tuple(entry["name"].split(".")), rest, entry))
     for place in range(max((len(name) for name, _, _ in found), default=0) - 1, 0, -1):  # the innermost number first
         groups: dict[Any, list[tuple[int, Any]]] = {}
         for name, rest, entry in found:

@@ -300,9 +300,7 @@ def attach(
         if isinstance(module, PreTrainedModel) and mpu.tp_pp.size > 1:
             module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
             module.register_forward_hook(MarkCaches())
-        module._autopar_failures = failures  # type: ignore[assignment]
-        module._autopar_check = check
-        module._autopar_region = region  # type: ignore[assignment]
+        vars(module).update(zip(_NAMES, (failures, check, region), strict=True))
 
 
 def detach(model: nn.Module) -> None:
