@@ -330,10 +330,8 @@ def _misfit_of_experts(ep: int, tp: int, replicas: int | None) -> str:
     if replicas is None:
         return f"{rule}: the ranks that hold a model's other layers, and replicas of them, hold its experts"
     fitting = sorted({1, *(tp * inner for inner in range(1, replicas + 1) if replicas % inner == 0)})
-    return (
-        f"{rule} that divides {tp} x {replicas} replicas = {tp * replicas}: {', '.join(map(str, fitting))} "
-        f"{'fit' if len(fitting) > 1 else 'fits'} here"
-    )
+    fit = f"{', '.join(map(str, fitting))} {'fit' if len(fitting) > 1 else 'fits'} here"
+    return f"{rule} that divides {tp} x {replicas} replicas = {tp * replicas}: {fit}"
 
 
 def _does_not_divide(tp: int, cp: int, pp: int, world_size: int) -> str:

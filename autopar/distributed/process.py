@@ -116,10 +116,6 @@ class Accelerator:
         backend = {type: name for type, _, name in entries}.get(self.type)
         return None if backend in _OF_THE_HOST else backend
 
-    def seeded(self, seed: int) -> torch.Tensor:
-        """Return the state of a generator right after seeding."""
-        return torch.Generator(self.type).manual_seed(seed).get_state()
-
 
 def accelerator() -> Accelerator | None:
     """Return the accelerator, None on a machine that has none."""

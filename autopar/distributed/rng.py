@@ -44,7 +44,7 @@ class TorchGenerators(NamedTuple):
         """Return the states right after seeding; the generators of this process are left alone."""
         cpu = torch.Generator().manual_seed(seed).get_state()
         found = accelerator() if cuda else None
-        return cls(cpu, None if found is None else found.seeded(seed))
+        return cls(cpu, None if found is None else torch.Generator(found.type).manual_seed(seed).get_state())
 
     def digests(self) -> dict[str, str]:
         """Hash each state: name for messages -> 12 characters."""

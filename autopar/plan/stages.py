@@ -367,10 +367,10 @@ def elements_of(root: nn.Module, policy: Policy | Described) -> tuple[tuple[str,
 
 def refuse_collected(model: nn.Module, stages: int, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError if a forward in several stages is to return outputs of all layers."""
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel) or stages == 1:
         return
     configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
-    for name in _COLLECTED if stages > 1 else ():
+    for name in _COLLECTED:
         if arguments.get(name) or any(getattr(each, name, False) for each in configs):
             raise ConfigError(
                 f"{name}=True collects from every layer of {type(model).__name__}, which is split into {stages} "
@@ -400,13 +400,12 @@ def _bounds(blocks: Blocks, ranks: int, chunks: int, by_hand: Sequence[int], rea
                 )
         return bounds
     if stages > len(splits) - 1:
-        groups = ""
-        if len(splits) <= count:
-            groups = f" (but later ones, or the head, read what earlier ones made: they form {len(splits) - 1} groups)"
+        most = len(splits) - 1
+        read = f" (but later ones, or the head, read what earlier ones made: they form {most} groups)"
         raise ConfigError(
             f"pipeline_parallel_size={ranks}{f' x chunks={chunks}' if chunks > 1 else ''} does not fit {place}: "
-            f"{count} blocks{groups} cannot be split into {stages} stages.\n  Largest number of stages that fits "
-            f"this model: {max(len(splits) - 1, 1)}."
+            f"{count} blocks{read if most < count else ''} cannot be split into {stages} stages.\n"
+            f"  Largest number of stages that fits this model: {max(most, 1)}."
         )
     costs = blocks.costs()
     return [splits[bound] for bound in partition([sum(costs[a:b]) for a, b in pairwise(splits)], stages)]

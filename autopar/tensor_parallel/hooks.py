@@ -21,7 +21,8 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -111,12 +112,17 @@ _OTHER_HEADS = ("kv_heads", "state_heads", "key_heads", "value_heads")
 
 def head_layouts(plan: Plan) -> list[Layout]:
     """Return the different layouts of attention heads in this model; one element is one head."""
+    blocks = (block for module in plan.modules.values() if module.layout is not None for block in module.layout.blocks)
+    return [layout for layout in _of_heads(blocks, _OTHER_HEADS) if not layout.replicated]
+
+
+def _of_heads(blocks: Iterable[Block], other: Sequence[str]) -> tuple[Layout, ...]:
+    """Return the different layouts of heads, but for ``other`` units; one element is one head."""
     found: dict[Any, Layout] = {}
-    for module in plan.modules.values():
-        for block in module.layout.blocks if module.layout is not None else ():
-            if "heads" in block.unit and block.unit not in _OTHER_HEADS:
-                found[block.count, block.ranges] = Layout.of(1, [Block(block.unit, block.count, 1, block.ranges)])
-    return [layout for layout in found.values() if not layout.replicated]
+    for block in blocks:
+        if "heads" in block.unit and block.unit not in other:
+            found.setdefault((block.count, block.ranges), Layout.of(1, [replace(block, width=1)]))
+    return tuple(found.values())
 
 
 def gather_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
@@ -172,18 +178,14 @@ Layouts = Mapping[int, tuple[Layout, ...]]
 
 def cache_layouts(model: nn.Module) -> Layouts:
     """Return the layouts of heads in the attentions of ``model``, which is sharded already; KV heads first."""
-    found: dict[int, dict[Any, Layout]] = {}
+    found: dict[int, list[Block]] = {}
     for module in model.modules():
         number = vars(module).get("layer_idx")
-        if not isinstance(number, int):
-            continue
-        layouts = [one for inside in module.modules() for one in vars(inside).get("autopar_layouts", {}).values()]
-        every = (block for one in layouts for block in one.blocks)
-        blocks = [block for block in every if "heads" in block.unit and block.unit not in _NOT_CACHED]
-        for block in sorted(blocks, key=lambda block: "kv" not in block.unit):
-            heads = Layout.of(1, [Block(block.unit, block.count, 1, block.ranges)])
-            found.setdefault(number, {}).setdefault((block.count, block.ranges), heads)
-    return {number: tuple(layouts.values()) for number, layouts in found.items()}
+        if isinstance(number, int):
+            layouts = [one for inside in module.modules() for one in vars(inside).get("autopar_layouts", {}).values()]
+            blocks = [block for one in layouts for block in one.blocks]
+            found.setdefault(number, []).extend(sorted(blocks, key=lambda block: "kv" not in block.unit))
+    return {number: heads for number, blocks in found.items() if (heads := _of_heads(blocks, _NOT_CACHED))}
 
 
 class ShardCaches:
