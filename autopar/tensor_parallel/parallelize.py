@@ -25,7 +25,7 @@ from autopar.distributed.rng import kept
 from autopar.errors import PolicyError
 from autopar.layout import Layout
 from autopar.plan.matching import drop_plain_forward
-from autopar.plan.plan import AttributePlan, ModulePlan, Plan
+from autopar.plan.plan import ModulePlan, Plan
 from autopar.stored import StoredWeight, stored_weight
 from autopar.swap import bind, mixed_class, set_value, unbind, view_of_config
 from autopar.tensor_parallel.layers import (
@@ -106,8 +106,12 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis
         if getattr(getattr(experts, "config", None), EXPERTS, None) == "grouped_mm" and any(n % 16 for n in sizes):
             set_value(view_of_config(experts), EXPERTS, "eager")
     for attribute in plan.attributes:
-        of_experts = len(attribute.values) > axis.size
-        _set(modules[attribute.path], attribute, attribute.values[(shards if of_experts else axis).rank])
+        holder, of_experts = modules[attribute.path], len(attribute.values) > axis.size
+        value = attribute.values[(shards if of_experts else axis).rank]
+        if attribute.name.startswith("config."):
+            set_value(view_of_config(holder), attribute.name.removeprefix("config."), value)
+        else:
+            setattr(holder, attribute.name, value)
 
 
 def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
@@ -161,13 +165,6 @@ def _resize_plain(module: nn.Module, plan: ModulePlan, rank: int | None) -> None
         setattr(module, "embedding_dim" if weight.dim else "num_embeddings", size)
     elif isinstance(module, nn.Linear):
         setattr(module, "in_features" if weight.dim else "out_features", size)
-
-
-def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
-    if plan.name.startswith("config."):
-        set_value(view_of_config(module), plan.name.removeprefix("config."), value)
-    else:
-        setattr(module, plan.name, value)
 
 
 def undo(model: nn.Module, plan: Plan) -> None:
