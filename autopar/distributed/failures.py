@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -46,20 +46,6 @@ _LOST = re.compile(
     r"gloo/|NCCL error|ncclUnhandled|ncclRemote|pair closure|Timed out waiting|Broken pipe|"
     r"Connection (closed|reset) by peer|Connection refused"
 )
-
-
-class Report(NamedTuple):
-    """Last report of a rank.
-
-    Attributes:
-        text: Reason of the failure; "" if it published nothing.
-        pending: True if the rank still waits for the reports of other ranks, so that more may come.
-        age: Seconds since then.
-    """
-
-    text: str
-    pending: bool
-    age: int
 
 
 class FailureLog(NotCopied):
@@ -92,7 +78,7 @@ class FailureLog(NotCopied):
     def publish(self, text: str, *, pending: bool = False) -> None:
         """Publish why this rank fails; ``pending``: it still reads other reports."""
         self._published = True
-        report = f"{'?' if pending else '!'}{time.time():.0f} {text[:_LONGEST]}"
+        report = f"{'?' if pending else '!'}{text[:_LONGEST]}"
         self._ask(lambda: self._store.set(str(self.mpu.rank), report))
 
     def publish_error(self, error: BaseException) -> None:
@@ -106,14 +92,11 @@ class FailureLog(NotCopied):
             self._ask(lambda: self._store.set(str(self.mpu.rank), ""))
             self._published = False
 
-    def read(self, rank: int) -> Report:
-        """Read the last report of a rank."""
+    def read(self, rank: int) -> tuple[str, bool]:
+        """Read the last report of a rank, "" for none, and whether the rank still reads other reports."""
         key = str(rank)
         found = self._ask(lambda: self._store.get(key).decode(errors="replace") if self._store.check([key]) else "")
-        if not found:
-            return Report("", False, 0)
-        when, _, text = found[1:].partition(" ")
-        return Report(text, found[0] == "?", max(0, round(time.time() - float(when))))
+        return (found or "")[1:], (found or "").startswith("?")
 
     def has_ended(self, rank: int) -> bool:
         """Check whether the process of a rank has certainly ended."""
@@ -144,20 +127,19 @@ class FailureLog(NotCopied):
         while True:
             ended = [rank for rank in range(len(self._processes)) if self.has_ended(rank)]
             reports = {rank: self.read(rank) for rank in sorted({*asked, *ended})}
-            silent = [rank for rank in asked if rank not in ended and not reports[rank].text]
-            pending = [rank for rank in asked if rank not in ended and reports[rank].pending]
+            silent = [rank for rank in asked if rank not in ended and not reports[rank][0]]
+            pending = [rank for rank in asked if rank not in ended and reports[rank][1]]
             waited = time.monotonic() - start
             limit = _GRACE_AFTER_DEATH if ended else GRACE
             if (not silent or waited > limit) and (not pending or waited > limit + _GRACE_AFTER_DEATH):
                 break
             time.sleep(0.05)
         lines = []
-        for rank, (text, unfinished, age) in reports.items():
+        for rank, (text, unfinished) in reports.items():
             if rank in ended:
                 lines.append(f"rank {rank} has ended: its process {self._processes[rank].pid} is gone.")
             if text and not (unfinished and (ended or silent)):  # they know no more than this one
-                ago = f" {age} s ago" if age > 1 else ""
-                lines.append(f"rank {rank} said{ago}: " + text.replace("\n", "\n    "))
+                lines.append(f"rank {rank} said: " + text.replace("\n", "\n    "))
         if silent and not ended:
             names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
             lines.append(f"{names} said nothing: hanging, late, or ended on another machine.")

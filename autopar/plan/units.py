@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,11 @@ from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec
 from autopar.policy.yaml_reader import Where
 
 
+@dataclass(eq=False)
 class UnitTable:
     """The units of one tower, counted in one config.
 
-    Args:
+    Attributes:
         specs: Units of the policy, by name.
         config: Hugging Face config that holds the counts.
         model: Class name of the model, for messages.
@@ -26,31 +28,26 @@ class UnitTable:
         may_be_empty: Units of which a rank may hold none (the vocabulary).
         root: Model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
         tp: Divisor of ``size`` for units of experts that ranks hold in full; 0: ``size`` itself.
+        used: Units that were sharded -> where they first were.
     """
 
-    def __init__(
-        self,
-        specs: Mapping[str, UnitSpec],
-        config: Any,
-        model: str,
-        size: int,
-        may_be_empty: frozenset[str],
-        root: nn.Module | None = None,
-        tp: int = 0,
-    ) -> None:
-        self.specs = {HIDDEN: UnitSpec(HIDDEN, INFERRED, Where("policies/README.md", "hidden")), **specs}
-        self.config, self.root = config, root
-        self.model = model
-        self.size, self.tp = size, tp
-        self.may_be_empty = may_be_empty | {HIDDEN}
-        self._ranges: dict[tuple[str, int, int, int | None], UnitRanges] = {}
-        self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first sharded
+    specs: Mapping[str, UnitSpec]
+    config: Any
+    model: str
+    size: int
+    may_be_empty: frozenset[str]
+    root: nn.Module | None = None
+    tp: int = 0
+    used: dict[tuple[str, int, int | None], tuple[str, Where]] = field(init=False, default_factory=dict)
+    _ranges: dict[tuple[str, int, int, int | None], UnitRanges] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.specs = {HIDDEN: UnitSpec(HIDDEN, INFERRED, Where("policies/README.md", "hidden")), **self.specs}
+        self.may_be_empty |= {HIDDEN}
 
     def of_experts(self, size: int) -> UnitTable:
         """Return the same units over ``size`` ranks that hold unsplit experts."""
-        if size == self.size:
-            return self
-        return UnitTable(self.specs, self.config, self.model, size, self.may_be_empty, self.root, self.size)
+        return self if size == self.size else replace(self, size=size, tp=self.size)
 
     def count(self, unit: str, block: nn.Module | None = None) -> int | None:
         """Return how many units there are; None if the policy leaves it to the parameter."""
