@@ -124,12 +124,11 @@ def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
     from autopar.tensor_parallel.layers import ParallelLayer
 
     head = _head_of(model)
-    if not isinstance(head, ParallelLayer) or not head.autopar.gather_output:
+    if not isinstance(head, ParallelLayer) or not isinstance(head, nn.Linear) or not head.autopar.gather_output:
         return False
     layout = head.autopar_layouts["weight"]
     ranges = [list(layout.ranges(rank)) for rank in range(head.tp.size)]
-    one_each = all(len(held) <= 1 for held in ranges) and sorted(ranges) == ranges
-    if not isinstance(head, nn.Linear) or not one_each or layout.replicated:
+    if layout.replicated or any(len(held) > 1 for held in ranges) or sorted(ranges) != ranges:
         return False
     head.chunk = chunk
     return True
