@@ -252,7 +252,7 @@ class ModulePlan:
 class AttributePlan:
     """An attribute that ``forward`` reads and that differs by rank: ``values[rank]``.
 
-    ``name`` may be ``config.x``: then the module gets its own copy of the config. Ranks of experts are those of
+    ``name`` may be ``config.x``: then the module gets its own copy of the config. Experts have the ranks of
     :attr:`Plan.shards`.
     """
 
