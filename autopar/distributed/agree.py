@@ -1,7 +1,7 @@
 """Give all ranks one verdict: all succeed, or all raise. A rank that never comes costs a time-out, not a hang.
 
 :func:`meet` waits for ranks through the key-value store of the default process group, in which no rank can get stuck.
-A call on some of the ranks only raises within the time-out and leaves no keys, so a later call works again.
+A call on some of the ranks only raises within the time-out, and a later call works again.
 
 :func:`same_on_every_rank` is for ``initialize``, before there is a mesh: over the default group, whatever its backend.
 
