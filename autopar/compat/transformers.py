@@ -139,7 +139,10 @@ def takes_ranks() -> bool:
         from transformers.generation.continuous_batching.distributed import DistributedHelper
     except ImportError:
         return False
-    return hasattr(DistributedHelper, "destroy_cpu_comm_group") and hasattr(ContinuousBatchingManager, "is_running")
+    helper = ("tp_all_reduce_state", "tp_all_reduce_min", "are_kv_heads_tp_ed", "destroy_cpu_comm_group")
+    manager = ("_create_batch_processor", "_generation_step", "warmup", "start", "stop", "pause", "is_running")
+    kinds: tuple[tuple[Any, tuple[str, ...]], ...] = (DistributedHelper, helper), (ContinuousBatchingManager, manager)
+    return all(hasattr(kind, name) for kind, names in kinds for name in names)
 
 
 def kept_manager(model: Any) -> Any:
