@@ -43,7 +43,9 @@ def reduced(
     flat = target.reshape(-1).long()  # [tokens]
     ignored = flat == ignore_index
     check_targets(flat, ignored, sum(widths))
-    found = losses(_find(flat, ignored, sum(widths[: axis.rank]), width))  # [tokens]
+    column = flat - sum(widths[: axis.rank])
+    mine = (column >= 0) & (column < width)
+    found = losses(Targets(column.masked_fill(~mine, 0), mine, ignored))  # [tokens]
     if reduction == "none":
         return found.view(target.shape)
     return found.sum() if reduction == "sum" else found.sum() / (~ignored).sum()
@@ -97,12 +99,6 @@ class Targets(NamedTuple):
     def of(self, some: slice) -> Targets:
         """Return the targets of some tokens."""
         return Targets(self.column[some], self.mine[some], self.ignored[some])
-
-
-def _find(target: torch.Tensor, ignored: torch.Tensor, start: int, width: int) -> Targets:
-    column = target - start
-    mine = (column >= 0) & (column < width)
-    return Targets(column.masked_fill(~mine, 0), mine, ignored)
 
 
 def _stats_of(x: torch.Tensor, targets: Targets, label_smoothing: float) -> torch.Tensor:
