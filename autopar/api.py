@@ -54,42 +54,39 @@ def initialize(
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
     optimizer: Any = None,
     lr_scheduler: Any = None,
-    **mistaken: Any,
 ) -> Any:
-    """Turn a Hugging Face model, or a module of your own, into this rank's share of a parallel one, in place.
+    """Turn a Hugging Face model, or a custom module, into this rank's share of a parallel one, in place.
 
-    The model sits in memory, or was built inside :func:`autopar.lazy_init`: then only this rank's shards ever do.
-
-    Every process calls it with the same model and config. Parameter objects keep their identity, so an optimizer made
-    before goes on working. Under nccl the share moves to this rank's GPU.
+    The model sits in memory, or was built inside :func:`autopar.lazy_init`: then only this rank's shards ever do. Every
+    process calls it with the same model and config. Parameter objects keep their identity, so an earlier optimizer
+    continues to work. Under nccl the share moves to this rank's GPU.
 
     Args:
-        model: a ``PreTrainedModel``, or a module with one inside; any other module with a ``policy``. Ranks may hold
-            different random weights: all get those of rank 0.
-        config: dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
-            is what remains of the world. Without torchrun the world is this one process.
-        policy: path, dict or YAML text of a policy of your own, before the config's ``policy``; None of both finds the
-            one that lists the model type, or is derived where transformers ships a ``tp_plan``. Without ``match`` it
-            describes ``model`` as a whole.
-            ``"derive"`` derives one from the structure of a Hugging Face model and dry runs; ``autopar policy new``
-            writes the same one down, and proves it.
-        optimizer: any ``torch.optim`` optimizer over parameters of ``model``, made before. The config's ``zero``,
+        model: A ``PreTrainedModel``, or a module with one inside; any other module with a ``policy``. Ranks may hold
+            different random weights: all get rank 0's.
+        config: Dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
+            is the rest of the world. Without torchrun the world is this one process.
+        policy: Path, dict or YAML text of a custom policy, before the config's ``policy``. If neither is given, the
+            policy that lists the model type is used, or one is derived where transformers ships a ``tp_plan``. Without
+            ``match`` it describes ``model`` in full. ``"derive"`` derives one from the structure of a Hugging Face
+            model and dry runs; ``autopar policy new`` writes the same one down, and proves it.
+        optimizer: Any ``torch.optim`` optimizer over parameters of ``model``, made before. The config's ``zero``,
             ``precision`` and ``gradient_clipping`` then happen inside of its ``step``
-            (:class:`~autopar.data_parallel.optimizer.ParallelStep`). State that it has already is sharded.
-        lr_scheduler: only checked to drive ``optimizer``; it goes on doing so.
+            (:class:`~autopar.data_parallel.optimizer.ParallelStep`). Its state is sharded.
+        lr_scheduler: Scheduler of ``optimizer``; only checked.
 
     Returns:
         ``model`` itself, or ``(model, optimizer)``, the same objects, if an optimizer was given. The model has
         ``model.mpu`` (:class:`~autopar.distributed.mesh.MPU`), ``model.save_parallelized`` and
-        ``model.from_parallelized``. Rank 0 says in one line (INFO) policy, mesh, parameters and bytes.
+        ``model.from_parallelized``. Rank 0 logs one line (INFO): policy, mesh, parameters and bytes.
 
     Raises:
-        ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
-        ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
+        ConfigError, UnsupportedModelError, PolicyError: the call is wrong; nothing is changed.
+        ConsistencyError: on the other ranks, if a rank raises or was called differently.
     """
     # 1. The call is right, and the same on every rank.
     registry.begin_asked()
-    given = (model, config, policy, optimizer, lr_scheduler, mistaken)
+    given = (model, config, policy, optimizer, lr_scheduler)
     call = same_on_every_rank(lambda: check_call(*given), Call.fingerprint)
     # 2. The mesh: process groups of all axes.
     mpu = MPU.of(call.config)
@@ -106,13 +103,13 @@ def initialize(
 def deparallelize(model: Model) -> Model:
     """Give back the plain model with full weights on every rank; every rank calls it.
 
-    Parameter objects keep their identity, gradients are made whole too. The state of an optimizer is not: make a new
-    one. Weights that ``precision`` made half become fp32 again where the optimizer kept fp32 weights. The process
-    groups of ``model.mpu`` are destroyed, with the last one of a model and its copies.
+    Parameter objects keep their identity, gradients become full too. The optimizer's state does not: make a new one.
+    Weights that ``precision`` made half become fp32 again where the optimizer kept fp32 weights. The process groups of
+    ``model.mpu`` are destroyed, with the last one of a model and its copies.
 
     Raises:
         ConfigError: the model is not parallelized.
-        CheckpointError: a save in the background failed; the model is as it was, and a second call goes on.
+        CheckpointError: a save in the background failed; the model is unchanged, and a second call continues.
     """
     state: Parallelized | None = vars(model).get("_autopar")
     if state is None:

@@ -1,4 +1,4 @@
-"""The caller: the user's own code, or a library that knows what it does."""
+"""The caller: user code, or a known library."""
 
 from __future__ import annotations
 
@@ -91,24 +91,18 @@ def frames_of(module: str) -> Iterator[tuple[FrameType, str]]:
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line of the user's own code that led here."""
+    """Warn at the line of user code that led here."""
     warnings.warn(message, ShardWarning, stacklevel=_users()[1])
 
 
 def place_of_user(frame: FrameType | None = None) -> tuple[str, int]:
-    """Return file and line of the user's own code that led here, or to ``frame``."""
+    """Return file and line of the user code that led here, or to ``frame``."""
     users = _users(frame)[0]
     return users.f_code.co_filename, users.f_lineno
 
 
-def line_of_user() -> str:
-    """Return the line of the user's own code that led here, as ``train.py:12``."""
-    file, line = place_of_user()
-    return f"{file}:{line}"
-
-
 def _users(frame: FrameType | None = None) -> tuple[FrameType, int]:
-    """Return the innermost frame of the user's own code, and the ``stacklevel`` of a warning at it by the caller."""
+    """Return the innermost frame of user code, and the ``stacklevel`` of a warning at it by the caller."""
     level, frame = 2, frame or sys._getframe(2)
     while is_library(frame) and frame.f_back is not None:
         frame = frame.f_back

@@ -6,11 +6,11 @@
     ├── PolicyError                      a policy is wrong; carries file and line
     ├── CheckpointError                  a checkpoint is incomplete, damaged, or does not fit
     ├── ConsistencyError                 ranks that must agree do not
-    ├── VerificationError                the parallelized model is not the plain one
+    ├── VerificationError                the parallelized model differs from the reference model
     └── PipelineError                    a stage of a pipeline did not deliver
 
-Every message says in its first line what is wrong, with the name and both numbers; then where
-that comes from; then what would fit. Errors are raised before anything is changed.
+The first line of a message states the problem, with the name and both numbers; then come its source and the fix. Errors
+are raised before anything is changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AutoparError(Exception):
     """Base of all errors that autopar raises on purpose.
 
     Attributes:
-        told_by_rank_0: rank 0 raises the same and prints it, so this rank need not.
+        told_by_rank_0: True if rank 0 raises and prints the same, so this rank need not.
     """
 
     told_by_rank_0 = False
@@ -48,8 +48,8 @@ class PolicyError(AutoparError):
     """A policy is malformed or does not describe the model.
 
     Args:
-        message: what is wrong.
-        where: ``file:line`` of the entry to blame, put in front of the message.
+        message: Text of the error.
+        where: ``file:line`` of the entry, put in front of the message.
     """
 
     def __init__(self, message: str, where: object = None) -> None:
@@ -65,7 +65,7 @@ class ConsistencyError(AutoparError):
     """Ranks hold different values where they must hold the same.
 
     Args:
-        parameter: name of the first weight that differs; "" if that is something else.
+        parameter: Name of the first weight that differs; "" if that is something else.
     """
 
     def __init__(self, message: str = "", parameter: str = "") -> None:
@@ -82,7 +82,7 @@ class PipelineError(AutoparError):
 
 
 class ShardWarning(UserWarning):
-    """A rank's shard of a weight is used where the whole weight is likely to be meant."""
+    """A rank's shard of a weight is used where the full weight is likely to be meant."""
 
 
 def clip(text: str, width: int = 120) -> str:
@@ -102,7 +102,7 @@ def in_one_line(error: object, width: int | None = None) -> str:
 
 
 def type_and_text(error: BaseException, width: int | None = None) -> str:
-    """Return an error of foreign code as ``ValueError: what it says``, in one line."""
+    """Return an error of foreign code as ``ValueError: text``, in one line."""
     return f"{type(error).__name__}: {in_one_line(error, width)}"
 
 

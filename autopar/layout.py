@@ -1,6 +1,6 @@
 """Layouts: how the units of one tensor dim are sharded over the ranks of an axis. Pure; the only slicing code.
 
-A *unit* (an attention head, one ffn neuron, one vocabulary row) lies on a rank as a whole; it is never divided.
+A *unit* (an attention head, one ffn neuron, one vocabulary row) lies on one rank; it is never divided.
 A *layout* says how units lie along one dim of one stored tensor: blocks side by side, each block a run
 of equally wide units. GPT-2 stores ``q | k | v`` as three blocks of ``heads``; BLOOM stores one block of
 ``heads`` whose units are three head widths wide.
@@ -33,10 +33,7 @@ UnitRanges = tuple[Range, ...]
 
 
 def even_shards(count: int, size: int) -> UnitRanges:
-    """Shard ``count`` units over ``size`` ranks as evenly as whole units allow; the first ranks get more.
-
-    Ranks may end up with no unit (a vocabulary of 3 on 4 ranks); callers decide whether that is allowed.
-    """
+    """Shard ``count`` units over ``size`` ranks evenly; the first ranks get more, the last ones maybe none."""
     each, extra = divmod(count, size)
     starts = [rank * each + min(rank, extra) for rank in range(size + 1)]
     return tuple((starts[rank], starts[rank + 1]) for rank in range(size))
@@ -65,7 +62,7 @@ def aligned_shards(count: int, leader_count: int, leaders: UnitRanges) -> UnitRa
     """Shard ``count`` units so that each lies on a rank that holds its leader.
 
     Leader ``i`` owns units ``[i * n, (i + 1) * n)`` with ``n = count / leader_count`` (query heads and their KV head).
-    Ranks that hold the same leader split its units among themselves. Raises ``ValueError`` if ``n`` is not whole.
+    Ranks that hold the same leader split its units among themselves. Raises ``ValueError`` if ``n`` is not an integer.
     """
     if leader_count == 0 or count % leader_count:
         raise ValueError(f"{count} units cannot follow {leader_count}: {count} / {leader_count} is not whole")
@@ -94,9 +91,9 @@ class Block:
 
     @classmethod
     def alone(cls, unit: str, number: int, of: int, width: int, size: int) -> Block:
-        """Return the block of a tensor that is one unit, where others are tensors of their own: ``unit 3 of 8``.
+        """Return the block of a tensor that is one unit, where the other units are separate tensors: ``unit 3 of 8``.
 
-        Each unit lies on the rank of ``size`` that would hold it of all, if they were side by side.
+        Each unit lies on the rank of ``size`` that would hold it if all were side by side.
         """
         ranges = tuple((0, int(start <= number < stop)) for start, stop in even_shards(of, size))
         return cls(f"{unit} {number} of {of}", 1, width, ranges)
@@ -163,10 +160,7 @@ class Layout:
         return Layout(self.dim, tuple(replace(block, ranges=block.ranges[:ranks]) for block in self.blocks))
 
     def in_steps(self, step: int) -> Layout:
-        """Return the layout of a tensor of which an entry stands for ``step`` elements of this one, along ``dim``.
-
-        Raises ``ValueError`` if a rank would hold a part of one.
-        """
+        """Return the layout of entries of ``step`` elements; ``ValueError`` if a rank holds a part of one."""
         if step == 1:
             return self
         blocks = []
@@ -225,7 +219,7 @@ class Layout:
         return tuple(owned)
 
     def owned(self, rank: int) -> tuple[Range, ...]:
-        """Return :meth:`ranges` without what a lower rank holds too: over all ranks every element exactly once."""
+        """Return :meth:`ranges` without elements of lower ranks: over all ranks every element exactly once."""
         return self._owned[rank]
 
     def owned_local(self, rank: int) -> tuple[Range, ...]:
@@ -245,10 +239,10 @@ class Layout:
         return (*shape[: self.dim], self.local_size(rank), *shape[self.dim + 1 :])
 
     def shard(self, tensor: torch.Tensor, rank: int, dim: int | None = None) -> torch.Tensor:
-        """Copy the shard of ``rank`` out of the stored tensor, contiguous and in storage of its own.
+        """Copy the shard of ``rank`` out of the stored tensor, contiguous and in new storage.
 
-        ``dim`` replaces the layout's: the same units may lie along another dim of an activation.
-        Raises ``ValueError`` if ``tensor`` does not have the layout's size along it.
+        ``dim`` replaces the layout's: the same units may lie along another dim of an activation. Raises ``ValueError``
+        if ``tensor`` does not have the layout's size along it.
         """
         dim = self.dim if dim is None else dim
         if tensor.shape[dim] != self.size:
@@ -261,10 +255,7 @@ class Layout:
         return torch.cat(pieces, dim)
 
     def write(self, full: torch.Tensor, shard: torch.Tensor, rank: int, dim: int | None = None) -> None:
-        """Write the shard of ``rank`` into its place in the stored tensor ``full``.
-
-        Raises ``ValueError`` if the shard does not have the rank's size along ``dim``.
-        """
+        """Write the shard of ``rank`` into its place in ``full``; ``ValueError`` if it has another size."""
         dim = self.dim if dim is None else dim
         if shard.shape[dim] != self.local_size(rank):
             raise ValueError(
@@ -318,8 +309,8 @@ def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Layout | No
     Each rank has two rows at least: models take one query for a step of decoding, which is not causal.
 
     Args:
-        zigzag: Two runs of rows for each rank, one from each end, so that under a causal mask all ranks have as much to
-            compute (Llama 3, arXiv 2407.21783, section 3.3.2). Otherwise one run.
+        zigzag: True: each rank has two runs of rows, one from each end, so that under a causal mask all ranks have as
+            much to compute (Llama 3, arXiv 2407.21783, section 3.3.2). Otherwise one run.
 
     >>> rows_layout(8, 2).ranges(1), rows_layout(8, 2, zigzag=True).ranges(1)
     (((4, 8),), ((2, 6),))

@@ -30,10 +30,12 @@ class Step:
 
     Attributes:
         function: Name of ``step(model, state, given)``, as in :mod:`autopar.setup.steps`. It changes the model in
-            place, and puts what takes that back onto ``state.undo``.
-        after: Name of the step that comes before it: one of the core, or of a feature earlier in the alphabet. Steps
-            after the same one run in the reverse order of their features' names.
-        always: Whether ``initialize`` makes it also where the configuration does not ask for the feature.
+        place,
+            and puts a function that undoes that onto ``state.undo``.
+        after: Name of the step before it: one of the core, or of a feature earlier in the alphabet. Steps after the
+        same
+            one run in the reverse order of their features' names.
+        always: True if ``initialize`` makes it also where the configuration does not ask for the feature.
     """
 
     function: str
@@ -49,7 +51,7 @@ class Extension:
     """A rule of policies that extends one of the core, such as ``{scaled_row: heads, scale: 0.5}``.
 
     Attributes:
-        rule: The rule of the core by which the layer is sharded, ``column``, ``row`` or ``embedding``.
+        rule: Rule of the core by which the layer is sharded, ``column``, ``row`` or ``embedding``.
         numbers: Further keys, each with a number. The plan of the module has them in ``ModulePlan.extension``, for a
             step of the feature that swaps its class (:func:`autopar.swap.swap`).
     """
@@ -66,43 +68,41 @@ class Feature:
     """The entries of one feature. Each attribute below ``library`` is a table.
 
     Planners and steps of a feature that :data:`SETTINGS` names are called where a configuration asks for it (a step may
-    say ``always``); those of another feature in every ``initialize``.
+    say ``always``); entries of another feature in every ``initialize``. Functions that plan only read the model, and
+    send nothing; their results must be identical on all ranks.
 
     Attributes:
         name: Name of its folder.
         about: Its purpose in a few words, for lists.
-        library: Name of the package whose objects it is for, "" for none. The feature adds nothing until the user has
-            imported it.
+        library: Package whose objects it is for, or "". The feature adds nothing until the user has imported it.
         names: Public names of ``autopar``, which :data:`OF_FEATURES` lists. Imported when the name is first used.
         commands: Commands of the command line. Importing one adds it to :data:`autopar.cli.app.app`, without torch.
         policies: Words that a user may write in place of a policy; the core asks for ``derive``. ``tree(model)`` is
-            called once in an ``initialize``, and returns the YAML of a policy as plain data. It only reads the model,
-            and sends nothing.
+            called once in an ``initialize``, and returns the YAML of a policy as plain data.
         variables: Variables of the environment. ``begin()`` is called first in every ``initialize`` where one is set.
         toolbox: Names of ``autopar.tensor_parallel``; the object is imported when the name is first used.
-        mesh_names: Classes whose own methods the mesh (:class:`autopar.distributed.mesh.MPU`) has. They are looked up
-            when a name is used that the mesh lacks; ``self`` is the mesh.
+        mesh_names: Classes whose own methods the mesh (:class:`autopar.distributed.mesh.MPU`, ``self``) has. They are
+            looked up when a name is used that the mesh lacks.
         transports: Carriers of collectives between the ranks of one axis. ``choose(axis, group, asked, control)`` is
             called once for the tensor-parallel axis when a mesh is made, on all its ranks. It returns the transport, or
             None: the process group carries them.
         planners: Plans of the feature. ``plan(plans, config, stages)`` is called when tensors and stages are planned
-            (:class:`autopar.dry_run.plan_model.ModelPlans`), in the order of names. It sends nothing, and only reads
-            the model. Its result (None: the feature is not used) is kept under the entry's name, in ``Plans.features``
-            and ``Parallelized.features``. ``to_json()`` of the result must be equal on all ranks.
-        matches: Keys of a policy's rules that lay modules over more ranks than those of tensor parallelism; the core
-            asks for ``by_expert``.
-            ``lay(matches, root, ranks)`` is called when such a plan is made, before matches become layouts. It returns
-            the matches to go on with (``RuleMatch.rules`` makes layouts of one), the attributes that change, and the
-            rules of plans whose modules it lays so. It only reads the model.
-        additions: Modules in a model that its policy does not describe. ``addition(root)`` is made for each plan, and
-            only reads the model. ``check(tp, pp)`` is called before anything is planned, and raises ConfigError.
+            (:class:`autopar.dry_run.plan_model.ModelPlans`), in the order of names. Its result (None: the feature is
+            not used) is kept under the entry's name, in ``Plans.features`` and ``Parallelized.features``; ranks compare
+            its ``to_json()``.
+        matches: Keys of a policy's rules that lay modules over more ranks than tensor parallelism does; the core
+            asks for ``by_expert``. ``lay(matches, root, ranks)`` is called before matches become layouts. It returns
+            the matches to continue with (``RuleMatch.rules`` makes layouts of one), the attributes that change, and the
+            rules of plans whose modules it lays so.
+        additions: Modules in a model that its policy does not describe. ``addition(root)`` is made for each plan.
+            ``check(tp, pp)`` is called before anything is planned, and raises ConfigError.
             ``rules(matches, modules, tp)`` is called when the modules of the policy have plans. It yields each rule
             with the match whose units it has.
         guards: Checks of values that ranks compare. ``forward``:
             ``make(inner, mpu, config, failures, draws, steps)`` is called for each model of which several ranks get the
             same batch. It returns an object whose ``before_forward``, ``after_forward``, ``report``, ``reset``,
             ``check_call`` and ``first_only(compare, watch)`` the hooks of the model call on every rank. They read its
-            ``is_silent``, and set ``begun`` to what the functions of ``Region.beginning`` returned. ``step``:
+            ``is_silent``, and set ``begun`` to the values of the functions in ``Region.beginning``. ``step``:
             ``make(mpu, failures, whole_every, experts)`` is called where there are replicas;
             ``compare(optimizer, progress, closure, scaled)`` of its result before each step.
         rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
@@ -113,10 +113,10 @@ class Feature:
         forms: Forms in which a library keeps weights (packed, with scales), by the library's module that makes them.
             Where that module is loaded, ``find(module)`` is called with layers, at any time but in a forward. It
             returns the :class:`autopar.stored.StoredWeight` of the layer, or None.
-        quantizers: Models that another library quantizes, by its name: an object with three methods, each of which
-            raises ConfigError for what cannot be sharded. ``check(what, method)`` is called before such a model is
-            planned or read, and ``check_config(what, text)`` with its ``config.json`` before that.
-            ``read(load, model, config)`` returns the function that loads it without memory, and the config for that.
+        quantizers: Models that another library quantizes, by its name: an object whose three methods raise ConfigError
+            for what cannot be sharded. ``check(what, method)`` is called before such a model is planned or read, and
+            ``check_config(what, text)`` with its ``config.json`` before that. ``read(load, model, config)`` returns the
+            function that loads it without memory, and the config for that.
         parts: Parts of a checkpoint, by name: an object with two methods. ``collect(model, state)`` is called by a save
             and returns tensors, plans and notes. ``restore(model, state, shards, check=True)`` is called by a load
             before anything is changed, and then without ``check``.
@@ -155,10 +155,7 @@ SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 # Rules of policies and plans that features add: entries of their tables ``matches`` and ``rules``.
-RULES: Mapping[str, str] = dict.fromkeys(("by_expert", "calls_experts", "expert_modules", "experts"), "experts")
-
-# Variables of the environment that ask for a feature, if they are set.
-VARIABLES: Mapping[str, str] = {TRACE: "tools"}
+RULES = ("by_expert", "calls_experts", "expert_modules", "experts")
 
 # Public names of the package that features add.
 OF_FEATURES: Mapping[str, str] = {
@@ -166,6 +163,18 @@ OF_FEATURES: Mapping[str, str] = {
     "expert_load": "experts",
     **dict.fromkeys(("full", "local_hooks", "whole"), "user_code"),
     **dict.fromkeys(("gather_for_metrics", "prepare_dataloader"), "data_loader"),
+}
+
+# Entries that a policy, a model, user code or the environment asks for -> the feature that has them.
+HOMES: Mapping[str, str] = {
+    **OF_FEATURES,
+    **dict.fromkeys((*RULES, "router_loss"), "experts"),
+    **dict.fromkeys((TRACE, "derive"), "tools"),
+    **dict.fromkeys(("transformers", "base"), "quantized"),
+    **dict.fromkeys(("toolbox", "RandomStateTracker"), "megatron"),
+    "adapters": "peft",
+    "generate": "generation",
+    "guards": "rank_checks",
 }
 
 
@@ -208,7 +217,7 @@ def _is_there(package: str) -> bool:
 
 
 def load(entry: str) -> Any:
-    """Import what a ``"module:attribute"`` string names."""
+    """Import the object of a ``"module:attribute"`` string."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -224,18 +233,18 @@ def entries(table: str, config: Any = None) -> Iterator[tuple[str, Any]]:
             yield name, load(entry)
 
 
-def entry(table: str, name: str, where: object = "") -> Any:
+def entry(table: str, name: str, what: str = "") -> Any:
     """Return the object of one entry; None if no feature has it.
 
     Args:
-        where: Line of the policy that asks for a rule.
+        what: The reason why the feature that :data:`HOMES` names for it must be installed; "" if it need not be.
 
     Raises:
-        ConfigError: the feature that :data:`RULES` names for it is not installed.
+        ConfigError: That feature is not installed.
     """
     found = next((known[name] for known in (getattr(each, table) for each in features()) if name in known), None)
-    if found is None and name in RULES:
-        need(RULES[name], f"the rule '{name}' ({where})")
+    if what and name in HOMES:
+        need(name, what)
     return None if found is None else load(found)
 
 
@@ -245,16 +254,11 @@ def extensions() -> Mapping[str, Extension]:
 
 
 def public_name(name: str) -> Any:
-    """Return the object of a public name that a feature adds.
-
-    Raises:
-        MissingFeatureError: the feature is not installed.
-    """
+    """Return the object of a public name that a feature adds, or raise MissingFeatureError."""
     try:
-        need(OF_FEATURES[name], f"autopar.{name}")
+        return entry("names", name, f"autopar.{name}")
     except ConfigError as error:
         raise MissingFeatureError(str(error)) from None
-    return entry("names", name)
 
 
 def lazy_names(
@@ -263,9 +267,9 @@ def lazy_names(
     """Return ``__getattr__`` and ``__dir__`` of a package whose public names are loaded when they are first used.
 
     Args:
-        package: its ``__name__``.
-        homes: name -> the module that has it (``package.name`` is that module itself), or a function that finds it.
-        hint: what the error on a name that there is not ends with.
+        package: Its ``__name__``.
+        homes: Name -> the module that has it (``package.name`` is that module itself), or a function that finds it.
+        hint: Function of a missing name that returns the end of the error.
     """
 
     def find(name: str) -> Any:
@@ -297,7 +301,7 @@ def _usable() -> list[Feature]:
 
 
 def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable[..., Any], ...]:
-    """Return the core's steps and those of features that a configuration asks for, each after the step that it names.
+    """Return the steps of the core and of the configuration's features, each after the step that it names.
 
     Raises:
         ConfigError: no step has the name.
@@ -316,13 +320,10 @@ def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable
 
 
 def begin_asked() -> None:
-    """Begin what the environment asks for. Raises ConfigError if a variable needs a feature that is not installed."""
-    for name, feature in VARIABLES.items():
-        if os.environ.get(name):
-            need(feature, f"{name}={os.environ[name]}")
-    for name, begin in ((name, begin) for each in features() for name, begin in each.variables.items()):
-        if os.environ.get(name):
-            load(begin)()
+    """Begin the features of the environment's variables. Raises ConfigError if one is not installed."""
+    for name in dict.fromkeys([TRACE, *(name for each in features() for name in each.variables)]):
+        if value := os.environ.get(name):
+            entry("variables", name, f"{name}={value}")()
 
 
 def check_settings(config: Any) -> None:
@@ -333,24 +334,24 @@ def check_settings(config: Any) -> None:
             need(feature, f"{key}: {value}")
 
 
-def installed(feature: str) -> bool:
-    """Return whether a feature is installed."""
-    return any(each.name == feature for each in features())
+def installed(name: str) -> bool:
+    """Return whether a feature is installed, or the one that :data:`HOMES` names for an entry."""
+    return any(each.name == HOMES.get(name, name) for each in features())
 
 
-def missing(feature: str, what: str) -> str:
-    """Return the end of an error on a name: that ``what`` needs a feature, if it is not installed; else nothing."""
-    return "" if installed(feature) else f" {what} need the feature '{feature}', which is not installed."
+def missing(name: str, what: str) -> str:
+    """Return the end of an error: ``what`` needs a feature (:func:`installed`); "" if that is installed."""
+    return "" if installed(name) else f" {what} need the feature '{HOMES.get(name, name)}', which is not installed."
 
 
-def need(feature: str, what: str) -> None:
-    """Raise ConfigError unless a feature is installed.
+def need(name: str, what: str) -> None:
+    """Raise ConfigError unless a feature is installed (:func:`installed`).
 
     Args:
         what: The reason: a setting with its value, a rule with its file and line, or a kind of model.
     """
-    if not installed(feature):
-        names = [each.name for each in features()]
+    if not installed(name):
+        feature, names = HOMES.get(name, name), [each.name for each in features()]
         folder = "autopar/tools" if feature == "tools" else f"autopar/features/{feature}"
         raise ConfigError(
             f"{what} needs the feature '{feature}', which is not installed.\n"

@@ -19,7 +19,6 @@ from autopar import registry
 from autopar.compat.tensors import own_parameters
 from autopar.layout import Layout
 
-_FEATURE = "quantized"
 _LIBRARIES = ("bitsandbytes", "torchao")  # packages whose classes of parameters are such weights
 
 
@@ -181,7 +180,7 @@ def as_plain(model: nn.Module) -> Iterator[None]:
         ConfigError: The feature that knows such weights is not installed.
     """
     if any(type(parameter).__module__.partition(".")[0] in _LIBRARIES for parameter in model.parameters()):
-        registry.need(_FEATURE, f"{type(model).__name__} with quantized weights")
+        registry.need("transformers", f"{type(model).__name__} with quantized weights")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     found: list[tuple[Any, type, nn.Parameter, dict[str, Any]]] = []
     try:
@@ -213,7 +212,6 @@ def quantizers(what: str, quantizer: Any) -> Any:
     )  # transformers makes plain weights of quantized ones while it loads them
     if plain:
         return None
-    registry.need(_FEATURE, f"{what} with quantized weights")
-    found = registry.entry("quantizers", "transformers")
+    found = registry.entry("quantizers", "transformers", f"{what} with quantized weights")
     found.check(what, str(getattr(quantizer.quantization_config.quant_method, "value", "")))
     return found

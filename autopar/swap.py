@@ -1,16 +1,13 @@
-"""New behaviour for an object that stays the same one: another class, with a mixin before its own; methods; storage.
+"""New behaviour for an object that keeps its identity: another class, with a mixin before its own; methods; storage.
 
-A layer, a block or an output gets it without a wrapper around it: its name, its parameters, its identity and
-``isinstance`` checks stay. torch's FSDP2 does the same (``torch/distributed/fsdp/_fully_shard``).
+A layer, a block or an output gets it without a wrapper around it: its name, its parameters and ``isinstance`` checks
+stay. torch's FSDP2 does the same (``torch/distributed/fsdp/_fully_shard``).
 
-Methods have owners. Tensor parallelism, the pipeline and checkpoints each give a model some. None puts its own over
-another's, so the order in which they do it does not matter, and each takes away what it gave.
+Methods have owners. Tensor parallelism, the pipeline and checkpoints each bind some. None replaces another's, so the
+order in which they do it does not matter, and each unbinds its own.
 
 A module's view of the model's config shares its state and has local sizes: attention that reads
-``self.config.num_attention_heads`` must see this rank's number, while everything else, and what is set later, stays
-that of the model.
-
-Boundaries around a swapped module change the arguments of its plain forward, by name.
+``self.config.num_attention_heads`` must see this rank's number, while the model's config keeps the full one.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ def mixed_class(mixin: type, plain: type, name: str = "") -> Any:
     """Return the class ``(mixin, plain)``, one for each pair.
 
     Args:
-        name: its name; that of ``plain`` if empty: transformers finds what a model can record by the class as text.
+        name: Its name; by default ``plain``'s: transformers finds recorded outputs by the class as text.
     """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__} if not name else {}
     return type(name or plain.__name__, (mixin, plain), {**names, "_autopar_plain": plain})
@@ -67,11 +64,7 @@ def plain_class(target: Any, mixin: type) -> Any:
 
 
 def unswap(target: Any, mixin: type, *attributes: str) -> None:
-    """Undo :func:`swap`: the plain class again, and without ``attributes``.
-
-    Raises:
-        TypeError: another class has been put before the mixin's since; undo that one first.
-    """
+    """Undo :func:`swap`, and delete ``attributes``; TypeError if a later mixin is still there."""
     kind: Any = type(target)
     if isinstance(target, mixin):
         if mixin is not kind.__mro__[1]:
@@ -82,9 +75,8 @@ def unswap(target: Any, mixin: type, *attributes: str) -> None:
 
 
 def argument_names(module: Any) -> tuple[str, ...]:
-    """Return the names of the arguments of a module's forward."""
-    kind: Any = type(module)
-    return _names_of(kind)
+    """Return the names of the arguments of the forward of a module, or of a class of modules."""
+    return _names_of(module if isinstance(module, type) else type(module))
 
 
 @functools.cache
@@ -110,10 +102,10 @@ def change_given(
 
 
 def bind(module: nn.Module, owner: str, **methods: Callable[..., Any]) -> None:
-    """Give ``module`` methods of its own. They are bound ones: ``copy.deepcopy`` binds them to the copy.
+    """Bind methods to ``module``, which ``copy.deepcopy`` binds to the copy.
 
     Raises:
-        RuntimeError: another owner has given it one of that name.
+        RuntimeError: another owner has bound one of that name.
     """
     owners: dict[str, str] = module.__dict__.setdefault(_OWNERS, {})
     for name, function in methods.items():
@@ -136,11 +128,11 @@ def unbind(model: nn.Module, owner: str) -> None:
 def replace_storage(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """Give a parameter other storage, also on another kind of device, which ``parameter.data =`` refuses to do.
 
-    The object stays the same one: optimizers, ties and lists of parameters go on pointing to it.
+    The object stays the same one: optimizers, ties and lists of parameters continue to point to it.
     """
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
-    if weakref.getweakrefs(parameter):  # an LSTM has some; the object stays, so they go on being right
+    if weakref.getweakrefs(parameter):  # an LSTM has some; the object stays, so they stay right
         swap_implementation(parameter, other)
     else:
         torch.utils.swap_tensors(parameter, other)

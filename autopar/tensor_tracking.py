@@ -52,7 +52,7 @@ class TensorTracking(TorchDispatchMode):
 
 @contextmanager
 def as_one(kind: str, group: Any) -> Iterator[Any]:
-    """Let modes note what ranks do inside as one collective: it takes messages, or goes through a store.
+    """Let modes note the communication inside as one collective: it takes messages, or goes through a store.
 
     Yields:
         The ``answer`` of a mode that carries out collectives; None outside of a rehearsal.
@@ -106,7 +106,7 @@ def written_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 # -- tensors that are gathered when they are read ---------------------------------------------------------------------
 # A subclass says what an operation makes of parts; before any other operation the tensor becomes a plain, full one.
 
-# What the tensor itself answers, without its elements.
+# Answered by the tensor itself, without its elements.
 _FACTS = {
     *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous", "names", "is_same_size"),
     *("__len__", "__hash__", "output_nr", "_version", "nbytes", "retains_grad"),
@@ -123,11 +123,11 @@ _LIKE = {
 
 
 class WholeOnRead(torch.Tensor):
-    """A tensor that has the shape of the whole and no memory."""
+    """A tensor that has the full shape and no memory."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether somebody has read it."""
+        """Whether code has read it."""
         raise NotImplementedError
 
     def whole(self) -> torch.Tensor:

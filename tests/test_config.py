@@ -4,10 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-import autopar
 from autopar.config import ParallelConfig
 from autopar.config.sections import PLAIN, SECTIONS, PipelineConfig, explain, foreign_keys
 from autopar.errors import ConfigError
@@ -54,7 +52,7 @@ def test_all_problems_at_once():
     )
     assert "model_parallelism.pipeline_parallel_size must be an integer, not True (bool)" in text
     assert "model_parallelism.enable must be true or false, not 1 (int)" in text
-    assert "section 'activation_checkpointing' must hold keys, not True (bool)" in text
+    assert "section 'activation_checkpointing' must hold keys (enable, " in text
     assert len(info.value.problems) == 6
 
 
@@ -165,7 +163,10 @@ def test_a_ready_config_is_held_to_the_same():
         (1,) * 4,
     )
     for wrong, message in (
-        ({"schedule": "1f2b"}, "pipeline.schedule='1f2b' is unknown. Did you mean '1f1b'?"),
+        (
+            {"schedule": "1f2b"},
+            "pipeline.schedule must be 1f1b, gpipe, interleaved, zero-bubble, zbv or dualpipev, not 1f2b",
+        ),
         ({"num_microbatches": 1}, "pipeline.num_microbatches=1 is less than pipeline_parallel_size=2"),
         ({"timeout": 600.0}, "pipeline.timeout must be an integer, not 600.0"),
         ({"chunks": True}, "pipeline.chunks must be an integer, not True"),
@@ -255,10 +256,12 @@ def test_keys_of_other_libraries_say_what_to_write(source, message):
 
 
 def test_every_foreign_key_has_one_sentence_that_leads_somewhere():
-    own = {*SECTIONS, *PLAIN, *(f"{name}.{key}" for name, keys in SECTIONS.items() for key in keys)}
-    renamed, advice = foreign_keys()
-    assert {home for names in renamed.values() for home in names.values()} <= own
-    names = {name for table in (renamed, advice) for kind in table if kind != "anyone" for name in table[kind]}
+    own = {*SECTIONS, *PLAIN}
+    said = {sentence for advice in foreign_keys().values() for sentence in advice.values()}
+    assert {key for sentence in said for key in re.findall(r"(\w+): \{?VALUE", sentence)} <= own.union(
+        *SECTIONS.values()
+    )
+    names = {name for library, advice in foreign_keys().items() if library != "anyone" for name in advice}
     assert names & own == {"optimizer"}
     for name in names:
         sentence = explain(name, 2)
@@ -310,20 +313,6 @@ def test_short_names_of_the_sizes() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(text)):
             ParallelConfig.parse(config, 24)
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"tensor_parallel_size": 2}, "initialize(model, {'model_parallelism': {'tensor_parallel_size': 2}})"),
-        ({"tp": 2}, "It belongs into the configuration: initialize(model, {'tp': 2})"),
-        ({"tp_mapping": {}}, "'tp_mapping' is OSLO's name: write policy: FILE"),
-        ({"optimiser": None}, "initialize takes no argument 'optimiser'. Did you mean 'optimizer'?"),
-    ],
-)
-def test_arguments_that_initialize_does_not_have(given: dict[str, object], text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        autopar.initialize(torch.nn.Linear(2, 2), {}, **given)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -36,22 +36,17 @@ def test_this_process_is_alive():
     assert here.pid == os.getpid()
     assert here.is_alive() is True
     assert here._replace(place="elsewhere").is_alive() is None
-    assert here._replace(started="").is_alive() is True  # where the kernel tells no start time
 
 
-@pytest.mark.parametrize("started", [True, False])
-def test_a_process_that_is_gone(started):
+def test_a_process_that_is_gone():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    process = Process.current()._replace(pid=child.pid, started="")
-    if started:
-        process = process._replace(started=_started(child.pid))
+    process = Process.current()._replace(pid=child.pid, started=_started(child.pid))
     assert process.is_alive() is True
     child.kill()
-    if started:  # a zombie, until somebody waits for it
-        deadline = time.monotonic() + 5
-        while process.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert process.is_alive() is False
+    deadline = time.monotonic() + 5
+    while process.is_alive() and time.monotonic() < deadline:  # a zombie, until its parent waits for it
+        time.sleep(0.01)
+    assert process.is_alive() is False
     child.wait()
     assert process.is_alive() is False
 
@@ -75,14 +70,9 @@ def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
     dist.barrier()
     logs[0].publish(f"rank {mine} has no disk\nand no hope")
     dist.barrier()
-    assert logs[0].read(other)[:2] == (f"rank {other} has no disk\nand no hope", False)
-    assert logs[1].read(other)[:2] == ("", False)  # of another model
-    with pytest.MonkeyPatch.context() as patch:
-        later = time.time() + 2.1
-        patch.setattr(time, "time", lambda: later)
-        said = re.sub(r"said \d s ago", "said", logs[0].describe([0, 1]))
-        assert said != logs[0].describe([0, 1])
-    assert said == f"  rank {other} said: rank {other} has no disk\n    and no hope"
+    assert logs[0].read(other) == (f"rank {other} has no disk\nand no hope", False)
+    assert logs[1].read(other) == ("", False)  # of another model
+    assert logs[0].describe([0, 1]) == f"  rank {other} said: rank {other} has no disk\n    and no hope"
     dist.barrier()
     logs[0].clear()
     dist.barrier()
@@ -117,7 +107,7 @@ def test_patience_holds_inside_only() -> None:
     if dist.get_rank() == 0:
         first, said, torch_says = str(info.value).splitlines()
         assert first == "summing failed: one of the ranks [0, 1] ended, failed or hangs."
-        assert re.fullmatch(r"  rank 1 said( \d s ago)?: ValueError: something broke", said)
+        assert said == "  rank 1 said: ValueError: something broke"
         assert torch_says.startswith("  torch says: ")
         assert f"{TIMEOUT}000ms" in torch_says
         assert log.read(0)[:2] == (str(info.value), False)

@@ -27,7 +27,7 @@ def test_a_module_is_changed_when_it_is_imported(tmp_path: Path, monkeypatch: py
     done = []
 
     def change() -> None:
-        patches.patch_name(sys.modules["given_later.part"], "name", _and_ours)
+        patches.patch_member(sys.modules["given_later.part"], "name", _and_ours)
         done.append("changed")
 
     for _ in range(2):

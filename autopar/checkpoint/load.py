@@ -94,8 +94,8 @@ class Loader:
 
     def _restore_base(self, *, check: bool = False) -> None:
         if self.shards.manifest.quantized:
-            registry.need("quantized", f"{self.shards.folder} with quantized weights")
-            registry.entry("parts", "base").restore(self.model, self.state, self.shards, check=check)
+            base = registry.entry("parts", "base", f"{self.shards.folder} with quantized weights")
+            base.restore(self.model, self.state, self.shards, check=check)
 
     def _check_training(self) -> None:
         saved, folder = self.shards.manifest.training, self.shards.folder

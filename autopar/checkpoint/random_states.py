@@ -42,7 +42,7 @@ def take(tracker: Any = None) -> Json:
 def check(value: Json, tracker: Any) -> None:
     """Raise CheckpointError if ``value`` is damaged, ConfigError if a feature is missing that :func:`restore` needs."""
     if _checked(value)["streams"] is not None and tracker is None:
-        registry.need("megatron", "the named random streams in the checkpoint")
+        registry.need("RandomStateTracker", "the named random streams in the checkpoint")
 
 
 def restore(value: Json, tracker: Any = None) -> Any:

@@ -10,17 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore, PrefixStore
-from torch.distributed.distributed_c10d import (
-    _get_default_group as default_group,
-    _get_default_store as default_store,
-    _world,
-)
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["HashStore", "PrefixStore", "default_group", "default_store"]
-
-
+HashStore = dist.HashStore
+PrefixStore = dist.PrefixStore
+default_group = distributed_c10d._get_default_group
+default_store = distributed_c10d._get_default_store
 fake_worlds: list[int] = []
 """The rank of this process in a world whose groups carry nothing, for rehearsals; empty elsewhere."""
 
@@ -63,9 +59,10 @@ def destroy(groups: Iterable[Any]) -> None:
 
 def number_of_next_group(number: int | None = None) -> int:
     """Return the number by which torch names the next process group of this rank; with ``number`` it is this one."""
+    world = distributed_c10d._world
     if number is not None:
-        _world.group_count = number
-    return _world.group_count
+        world.group_count = number
+    return world.group_count
 
 
 def is_flat_parameter(parameter: torch.Tensor) -> bool:
@@ -84,7 +81,7 @@ def leave_out_of_ddp(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def left_out_of_ddp(wrapper: nn.Module) -> set[str]:
-    """Return the parameters that a ``DistributedDataParallel`` leaves alone, by their names in what it wraps."""
+    """Return the parameters that a ``DistributedDataParallel`` leaves alone, by their names in the wrapped module."""
     return set(getattr(wrapper, "parameters_to_ignore", ()))
 
 
@@ -101,16 +98,13 @@ def _groups(root: FSDPModule) -> Iterator[Any]:
 
 
 def gathered_parameters(root: FSDPModule) -> set[int]:
-    """Return the ids of the whole parameters that FSDP2 puts in the place of its shards while it has them gathered."""
+    """Return the ids of the full parameters that FSDP2 puts in the place of its shards while it has them gathered."""
     every = (held for group in _groups(root) for held in group.fsdp_params)
     return {id(held._unsharded_param) for held in every if hasattr(held, "_unsharded_param")}
 
 
 def take_new_shards(model: nn.Module) -> None:
-    """Let FSDP2 pad and gather the local shards that its parameters have now; it did so with those that they had.
-
-    Source: ``torch.distributed.fsdp.FSDPModule._apply``.
-    """
+    """Let FSDP2 pad and gather the local shards that its parameters have now (source: ``FSDPModule._apply``)."""
     for module in model.modules():
         for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
             for held in group.fsdp_params:

@@ -1,8 +1,8 @@
 """Patches of other libraries: functions of theirs that call autopar's, with the library's own as their first argument.
 
-The first model that needs them installs them, the last one that goes takes them away; :func:`autopar.patches` lists
-those that are installed. Function objects stay the same, also for those who have imported them before. Which modules
-of autopar patch which library is :data:`SETS`: the core imports none of them.
+The first model that needs them installs them, the last one removes them; :func:`autopar.patches` lists the installed
+ones. Function objects stay the same, also for code that has imported them before. :data:`SETS` names the modules of
+autopar that patch a library: the core imports none of them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ SETS = {
 BODIES: set[Any] = set()
 """Code objects of the functions that patched functions call. A walk of the stack skips them, like frames of torch."""
 
-TESTED = {"torch": "2.13 and 2.14", "accelerate": "1.15", "deepspeed": "0.19.8"}
-
 
 class Patch(NamedTuple):
-    """One function of a library that asks autopar.
+    """One function of a library that calls autopar.
 
     Attributes:
-        name: of the function, from its library's name on.
-        version: of the library.
-        body: the function of autopar's that it calls.
+        name: Name of the function, with its library's.
+        version: Version of the library.
+        body: Name of autopar's function that it calls.
     """
 
     name: str
@@ -55,7 +53,7 @@ _pending: dict[str, Callable[[], None]] = {}
 def patches() -> list[Patch]:
     """Return the functions of other libraries that are patched now: of torch, accelerate, DeepSpeed, transformers.
 
-    They are while a model lives that several ranks share, and a list without any says that there is none.
+    They are patched while a model lives that several ranks share.
     """
     return [patch for patch, _ in _installed]
 
@@ -68,7 +66,7 @@ def load() -> None:
 
 
 def hold(user: Any) -> None:
-    """Install the patches for a model, and keep them as long as ``user`` lives and has not called :func:`release`."""
+    """Install the patches for a model, and keep them until ``user`` dies or calls :func:`release`."""
     first = not any(True for _ in _holders)
     _holders.add(user)
     weakref.finalize(user, _remove_unheld).atexit = False
@@ -78,7 +76,7 @@ def hold(user: Any) -> None:
 
 
 def release(user: Any) -> None:
-    """Remove the patches, if nobody else holds them."""
+    """Remove the patches, if no other model holds them."""
     _holders.discard(user)
     _remove_unheld()
 
@@ -99,12 +97,7 @@ def _remove_unheld() -> None:
 
 
 def patch_body(wrapper: Any, cell: str, body: _Body) -> _Body:
-    """Patch the function inside a decorated one, also for those who have imported that before; return the plain one.
-
-    Args:
-        wrapper: The decorated function.
-        cell: The name of the decorator's argument, in whose closure the function lies.
-    """
+    """Patch the function in the closure (``cell``) of a decorated one, in place; return the plain one."""
     where = f"{wrapper.__module__}.{wrapper.__name__}"
     found = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)).get(cell)
     if found is None:
@@ -115,25 +108,20 @@ def patch_body(wrapper: Any, cell: str, body: _Body) -> _Body:
     return plain
 
 
-def patch_name(holder: Any, name: str, body: _Body) -> None:
-    """Patch a function that its own module looks up by name."""
-    plain = _member(holder, holder.__name__, name)
-    setattr(holder, name, functools.wraps(plain)(functools.partial(body, plain)))
-    _note(f"{holder.__name__}.{name}", body, functools.partial(setattr, holder, name, plain))
-
-
-def patch_member(kind: type, name: str, body: _Body) -> None:
-    """Patch a method of a class, or what one of its properties returns."""
-    where = f"{kind.__module__}.{kind.__name__}"
-    member = _member(kind, where, name)
+def patch_member(holder: Any, name: str, body: _Body) -> None:
+    """Patch a function of a module, a method of a class, or what one of its properties returns."""
+    where = f"{holder.__module__}.{holder.__name__}" if isinstance(holder, type) else holder.__name__
+    member = vars(holder).get(name)
+    if member is None:
+        raise _changed(f"{where}.{name}")
     plain: Any = member.fget if isinstance(member, property) else member
 
     @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return body(plain, self, *args, **kwargs)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return body(plain, *args, **kwargs)
 
-    setattr(kind, name, property(method) if isinstance(member, property) else method)
-    _note(f"{where}.{name}", body, functools.partial(setattr, kind, name, member))
+    setattr(holder, name, property(patched) if isinstance(member, property) else patched)
+    _note(f"{where}.{name}", body, functools.partial(setattr, holder, name, member))
 
 
 def patch_setter(kind: type, name: str, body: _Body) -> None:
@@ -148,31 +136,21 @@ def patch_setter(kind: type, name: str, body: _Body) -> None:
 
 
 def patch_entry(table: dict[Any, _Body], name: str, key: Any, body: _Body) -> None:
-    """Add a function to a table by which a library chooses; ``name``: what becomes another one by it."""
-    plain = table.get(key)
+    """Add a function to a table by which a library chooses; ``name``: the replaced one, for :func:`patches`."""
+    before = {key: table[key]} if key in table else {}
 
     def undo() -> None:
-        if plain is None:
-            table.pop(key, None)
-        else:
-            table[key] = plain
+        del table[key]
+        table.update(before)
 
     table[key] = body
     _note(name, body, undo)
 
 
-def _member(holder: Any, where: str, name: str) -> Any:
-    member = vars(holder).get(name)
-    if member is None:
-        raise _changed(f"{where}.{name}")
-    return member
-
-
 def _changed(where: str) -> ConfigError:
     library = where.partition(".")[0]
     return ConfigError(
-        f"{library} {_version(library)} has no {where}, which a parallelized model patches: its calls would be wrong.\n"
-        f"  Tested is {library} {TESTED.get(library, '(another version)')}."
+        f"{library} {_version(library)} has no {where}, which a parallelized model patches: its calls would be wrong."
     )
 
 
@@ -192,7 +170,7 @@ def _version(library: str) -> str:
 
 
 class _AfterImport:
-    """A finder that finds nothing by itself, and does what waits for a module when others have loaded it."""
+    """A finder that finds nothing by itself, and runs the pending action of a module after its import."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:

@@ -1,6 +1,6 @@
-"""PEFT's modules around those of a model, recognized and seen through: a policy describes the model without them.
+"""PEFT's modules around a model's, recognized and seen through: a policy describes the model without them.
 
-PEFT is never imported here. A module can only be PEFT's where somebody else has imported it.
+PEFT is never imported here. A module can only be PEFT's where other code has imported it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def _is(home: str, kind: str, module: Any) -> bool:
 is_peft_model = partial(_is, "peft.peft_model", "PeftModel")  # which can save its adapters
 is_tuner = partial(_is, "peft.tuners.tuners_utils", "BaseTuner")  # around a model with adapters (LoraModel)
 is_adapted = partial(_is, "peft.tuners.tuners_utils", "BaseTunerLayer")  # around a layer (LoraLayer)
-is_wrapper = partial(_is, "peft.utils.other", "AuxiliaryTrainingWrapper")  # a layer trained as a whole, or some rows
-_is_saved = partial(_is, "peft.utils.other", "ModulesToSaveWrapper")  # a layer trained as a whole
+is_wrapper = partial(_is, "peft.utils.other", "AuxiliaryTrainingWrapper")  # a layer trained in full, or some rows
+_is_saved = partial(_is, "peft.utils.other", "ModulesToSaveWrapper")  # a layer trained in full
 
 
 swaps_features = attrgetter("_did_swap_in_out_features")  # of an adapted embedding: its features are exchanged
 
 
 def seen_through(module: Any) -> list[tuple[str, Any]]:
-    """Return what a policy describes in place of ``module``, each with its path from there.
+    """Return the modules that a policy describes in place of ``module``, each with its path from there.
 
-    A layer with adapters gives its base layer. A module that is trained as a whole (``modules_to_save``) gives the
+    A layer with adapters gives its base layer. A module that is trained in full (``modules_to_save``) gives the
     original and every copy. Anything else gives the module itself, at ``""``.
     """
     found = [("base_layer", module.base_layer)] if is_adapted(module) else saved_copies(module)
@@ -54,7 +54,7 @@ def saved_copies(module: Any) -> list[tuple[str, Any]]:
     """Return the original in a wrapper of PEFT (``modules_to_save``) and its copies, with paths; else nothing."""
     if not is_wrapper(module):
         return []
-    if not _is_saved(module):  # trainable tokens, around a layer of their own
+    if not _is_saved(module):  # trainable tokens, around a separate layer
         return [("token_adapter.base_layer", module.original_module)]
     copies = [(f"modules_to_save.{name}", copy) for name, copy in module.modules_to_save.items()]
     return [("original_module", module.original_module), *copies]
@@ -88,7 +88,7 @@ def enable_all(root: nn.Module) -> None:
 
 
 def plain_name(model: nn.Module, name: str) -> str | None:
-    """Return what a tensor of ``model`` is called in the model without adapters; None if it is an adapter's."""
+    """Return the name of a tensor of ``model`` in the model without adapters; None if it is an adapter's."""
     kept: list[str] = []
     module: Any = model
     for step in name.split("."):
@@ -108,7 +108,7 @@ def plain_name(model: nn.Module, name: str) -> str | None:
 
 
 def adapter_parameters(root: nn.Module) -> set[int]:
-    """Return ``id(parameter)`` of every adapter's, in layers that are not whole copies."""
+    """Return ``id(parameter)`` of every adapter's, in layers that are not copies."""
     return {
         id(parameter)
         for _, layer in tuner_layers(root)

@@ -10,61 +10,32 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import skip_code as leave_alone  # code runs as it is, also in what is compiled
+from torch._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import module as torch_modules
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.conv import _ConvNd as Convolution
-from torch.nn.modules.dropout import _DropoutNd as Dropout
-from torch.optim import _muon
-from torch.optim.optimizer import _foreach_supported_types as _stepped_by_foreach
-from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.utils._foreach_utils import _foreach_supported_types as _taken_by_foreach
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes as no_dispatch_modes,
-    _get_current_dispatch_mode_stack as dispatch_modes,
-    is_in_torch_dispatch_mode,
-)
-from torch.utils._pytree import (
-    SequenceKey,
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_map_with_path,
-    tree_unflatten,
-)
+from torch.nn.modules import batchnorm, conv, dropout, module as torch_modules
+from torch.optim import _muon, optimizer as _optimizer
+from torch.utils import _foreach_utils, _python_dispatch, _pytree
 
-__all__ = [
-    "BatchNorm",
-    "Convolution",
-    "Dropout",
-    "SequenceKey",
-    "TorchDispatchMode",
-    "TreeSpec",
-    "dispatch_modes",
-    "function_modes",
-    "is_in_torch_dispatch_mode",
-    "is_view",
-    "keystr",
-    "leave_alone",
-    "local_part",
-    "no_dispatch_modes",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_map_with_path",
-    "tree_unflatten",
-]
-
-
+leave_alone = eval_frame.skip_code  # code runs as it is, also in compiled code
+BatchNorm = batchnorm._BatchNorm
+Convolution = conv._ConvNd
+Dropout = dropout._DropoutNd
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+no_dispatch_modes = _python_dispatch._disable_current_modes
+is_in_torch_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
+function_modes = torch.overrides._get_current_function_mode_stack
+SequenceKey = _pytree.SequenceKey
+TreeSpec = _pytree.TreeSpec
+keystr = _pytree.keystr
+tree_flatten = _pytree.tree_flatten
+tree_flatten_with_path = _pytree.tree_flatten_with_path
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
+tree_map_only = _pytree.tree_map_only
+tree_map_with_path = _pytree.tree_map_with_path
+tree_unflatten = _pytree.tree_unflatten
 no_overrides = torch._C.DisableTorchFunctionSubclass  # inside of it no subclass sees functions
 disabled_torch_function = torch._C._disabled_torch_function_impl  # the __torch_function__ of a class that wants none
 
@@ -81,7 +52,7 @@ schema_of = attrgetter("_schema")  # of an operator: name, arguments, returns, i
 operator_of = attrgetter("_overloadpacket")  # the operator of which a function is one overload
 name_of_operator = attrgetter("_overloadpacket.__name__")  # normal_
 
-base_of = attrgetter("_base")  # what a tensor is a view of; None if it is not a view
+base_of = attrgetter("_base")  # the tensor of which it is a view, or None
 storage_id = attrgetter("_cdata")  # a number that identifies a storage as long as it lives
 
 
@@ -102,16 +73,14 @@ swap_implementation = torch._C._swap_tensor_impl  # two tensors change places, t
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor, or what it shares memory with, was written into; ``.data`` does not count.
-
-    0 for one of inference mode, of which torch does not count it.
-    """
+    """Return how often a tensor or its memory was written into, but for ``.data``; 0 for one of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 PLAIN = {torch.Tensor, nn.Parameter}
 """Classes of tensors that add nothing: they are saved and compared as torch's own. A feature may add to them."""
-FOREACH_TYPES = (_stepped_by_foreach, _taken_by_foreach)  # classes of tensors that many-tensor kernels take
+# Classes of tensors that many-tensor kernels take.
+FOREACH_TYPES = (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
 
 
 def let_foreach_take(kinds: Iterable[type]) -> None:
@@ -171,7 +140,7 @@ def newton_schulz(direction: torch.Tensor, group: Mapping[str, Any]) -> torch.Te
 
 
 def muon_rates(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Any, Any]:
-    """Return by what a step of Muon multiplies the weights of a matrix of ``shape``, and how far it goes."""
+    """Return the factor of the weights of a matrix of ``shape`` in a step of Muon, and the step's length."""
     rate: Any = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
     return 1 - rate * group["weight_decay"], _muon._adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape))
 
@@ -240,7 +209,7 @@ def convolve(module: Any, x: Any, weight: Any, bias: Any) -> Any:
 def called_instead(functions: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Let a call of each module, inside, be one of its function instead of the module's forward and hooks.
 
-    A function is given what the call would have run, and its arguments.
+    A function is given the module's call, and its arguments.
     """
     name, before = "_compiled_call_impl", list[tuple[dict[str, Any], Any]]()
     try:

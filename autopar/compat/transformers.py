@@ -20,8 +20,8 @@ EXPERTS = "_experts_implementation"  # of a config: how the experts of a mixture
 RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again, where it is recomputed
 OWN_ADAPTERS = "_hf_peft_config_loaded"  # of a model: add_adapter of transformers has put PEFT's layers into it
 ACCELERATE_HOOK = "_hf_hook"  # of a module: accelerate has put a hook into its forward
-SET_LOSS = "_loss_function"  # of a model: the loss that a user has set; there is none if it is that of its class
-_CONVERSIONS = "_weight_conversions"  # of a loaded model: what was done to the tensors of the files
+SET_LOSS = "_loss_function"  # of a model: the loss that a user has set; absent if it is its class's
+_CONVERSIONS = "_weight_conversions"  # of a loaded model: conversions of the tensors of the files
 # Arguments and outputs that hold keys, values and states of earlier tokens: since 5.24 by the first name.
 CACHES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "layer_state")
 INITIALIZED = "_is_hf_initialized"  # of a module or tensor: it was loaded, and is not drawn
@@ -44,7 +44,7 @@ def unsaved_keys(model: Any) -> set[str]:
 
 @contextlib.contextmanager
 def as_never_quantized(model: Any) -> Iterator[None]:
-    """Let transformers save what it dequantized on loading as plain weights; it would quantize them again."""
+    """Let transformers save dequantized weights as plain ones; it would quantize them again."""
     kept = vars(model).get(_CONVERSIONS) or ()
     quantizes = any(getattr(step, "hf_quantizer", None) for one in kept for step in getattr(one, "operations", ()))
     if quantizes:
@@ -108,9 +108,9 @@ def caches_in(cache: Cache) -> Iterator[Cache]:
 
 
 def holds_tokens(cache: Cache) -> bool:
-    """Return whether a layer holds states; one that ``reset`` keeps the tensors of has counters, which are 0 then.
+    """Return whether a layer of a cache holds states; of a layer that was ``reset`` the counters are 0.
 
-    A counter on a GPU is not read, which would wait for the GPU: there such a cache goes on as if nobody had reset it.
+    A counter on a GPU is not read, which would wait for the GPU: such a cache counts as filled.
     """
     for layer in cache.layers:
         held = vars(layer)
@@ -131,27 +131,18 @@ def holds_states(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(holds_states, value))
 
 
-_HELPER = (
-    "tp_all_reduce_state",
-    "tp_all_reduce_min",
-    "tp_broadcast_from_rank_0",
-    "tp_broadcast_object_from_rank_0",
-    "are_kv_heads_tp_ed",
-    "destroy_cpu_comm_group",
-)
-_MANAGER = ("_create_batch_processor", "_generation_step", "warmup", "start", "stop", "pause", "is_running")
-
-
 @functools.cache
 def takes_ranks() -> bool:
-    """Return whether this release asks an object what ranks must have alike, and makes the cache in one place."""
+    """Return whether continuous batching of this release queries an object about values that ranks must agree on."""
     try:
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
         from transformers.generation.continuous_batching.distributed import DistributedHelper
     except ImportError:
         return False
-    helper = all(hasattr(DistributedHelper, name) for name in _HELPER)
-    return helper and all(hasattr(ContinuousBatchingManager, name) for name in _MANAGER)
+    helper = ("tp_all_reduce_state", "tp_all_reduce_min", "are_kv_heads_tp_ed", "destroy_cpu_comm_group")
+    manager = ("_create_batch_processor", "_generation_step", "warmup", "start", "stop", "pause", "is_running")
+    kinds: tuple[tuple[Any, tuple[str, ...]], ...] = (DistributedHelper, helper), (ContinuousBatchingManager, manager)
+    return all(hasattr(kind, name) for kind, names in kinds for name in names)
 
 
 def kept_manager(model: Any) -> Any:

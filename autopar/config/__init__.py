@@ -1,4 +1,4 @@
-"""The configuration: what the user asks for, as a dict, JSON or YAML."""
+"""The configuration: a dict, JSON or YAML."""
 
 from autopar.config.parallel_config import ParallelConfig
 

@@ -1,13 +1,14 @@
-"""ParallelConfig: what the user asks for, from a dict, a JSON or a YAML file. All errors at once."""
+"""ParallelConfig: the user's configuration, read from a dict, a JSON or a YAML file. All errors at once."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from autopar.config.sections import (
@@ -22,7 +23,6 @@ from autopar.config.sections import (
     check_section,
     check_value,
     describe,
-    explain_section,
     explain_unknown,
 )
 from autopar.errors import ConfigError, clip, nearest
@@ -34,64 +34,12 @@ _NO_PIPELINE = PipelineConfig()
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Resolved configuration.
+    """Resolved configuration. ``docs/configuration.md`` describes every key.
 
-    Attributes:
-        tensor_parallel_size: ranks over which the layers of one model replica are sharded.
-        pipeline_parallel_size: stages into which the blocks of one model replica are split.
-        expert_parallel_size: 1: tensor-parallel ranks hold a part of each expert. A multiple of their number: so many
-            ranks, those of several replicas, hold whole experts of a mixture, and tokens travel to them.
-        expert_dispatch: how tokens travel: ``all_to_all``, each to the ranks of the experts that it has chosen, or
-            ``all_reduce``: all of them to all ranks, whose outputs are summed.
-        context_parallel_size: ranks that share the sequences of a batch.
-        context_parallel_method: how attention sees whole sequences: ``ulysses`` (each rank has all positions of some
-            heads), ``gather`` (each rank gathers keys and values), or ``auto``.
-        sequence_parallel: tensor-parallel ranks hold parts of the sequence between sharded layers; one rank all of it.
-        cpu_transport: what carries the tensor-parallel collectives of CPU tensors: ``gloo``, ``shm`` (memory that the
-            ranks of one machine share), or ``auto``: ``shm`` where that is possible and there is a core for each rank.
-        reduce_dtype: in which activations and gradients of half precision are summed over ranks: ``same``, their own
-            dtype, or ``fp32``, rounded once.
-        activation_checkpointing: recompute the blocks' activations in the backward pass.
-        compile: compile the blocks with ``torch.compile``, one by one.
-        compile_backend: its ``backend``.
-        compile_mode: its ``mode``.
-        compile_fullgraph: its ``fullgraph``.
-        consistency_check: compare what the ranks of a replica must have alike when a forward begins, and gradients and
-            weights of the replicas when an optimizer steps.
-        consistency_inputs: how often contents of inputs, random states and weights are compared: ``first``,
-            ``every N`` forwards, ``always``, or ``auto``: always on the CPU, every 10 on GPUs. Shapes are compared
-            on every forward, but for ``first``.
-        consistency_parameters: ``every N``: at every N-th step all weights that ranks must have alike are compared, not
-            a sample; ``auto``: in the first steps only.
-        loss_chunk: tokens whose logits exist at a time in the loss of a language model; 0: all of them.
-        loss_gather_logits: when ranks gather the logits of a forward that trains: ``on_read``, or ``always``.
-        loss_read_timeout: seconds that a rank which reads such logits waits for the others to read them, too.
-        loss_router_aux: of which tokens the auxiliary loss of a mixture's routers is: ``global``, those of all replicas
-            and of all rows, or ``replica``, of each one's own.
-        cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
-        checkpoint_saves: what recomputed blocks keep of their forward: ``attention``, ``collectives``, ``matmuls``.
-        checkpoint_every: recompute the first block and every so many-th behind it; the others keep their activations.
-        zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 2: gradients too, and weights between
-            steps; 3: weights also between a block's forward and its backward (2 and 3 are torch's FSDP2).
-        zero_shard_size: with stages 2 and 3, neighbouring replicas over which to shard; every such group of them has a
-            copy (HSDP). 0: all of them.
-        zero_cpu_offload: with stages 2 and 3, keep the shards in the CPU's memory.
-        zero_optimizer_offload: with stages 0 and 1, keep the optimizer's state and fp32 weights there, and step there.
-        optimizer_whole: where an optimizer that is not element by element steps a matrix whose parts lie on several
-            tensor-parallel ranks: ``owned``: on one of them, ``duplicated``: on each; ``sharded``: Muon's momentum and
-            weights stay sharded, and only the direction of the update is whole, on one of them.
-        optimizer_split_fused: step the parts of fused matrices (q | k | v, gate | up) with Muon as if each was one.
-        optimizer_across_parameters: the optimizer takes statistics over several parameters (Prodigy, D-Adaptation):
-            every tensor-parallel rank steps all of them; it raises with stages and ZeRO-1.
-        gradient_clipping: largest norm of all gradients; 0 leaves them as they are.
-        policy: path of a policy, or ``derive``, where ``initialize`` is given none; empty: the one of the model type.
-        precision: ``fp32``, ``bf16`` or ``fp16``: what the model computes in; the optimizer works on fp32 weights.
-        initial_scale: by which the loss is multiplied at first, with fp16.
-        min_scale: what it never falls below.
-        max_scale: what it never grows above.
-        growth_interval: steps without an overflow after which the scale grows by ``growth_factor``.
-        hysteresis: overflows after which it is multiplied by ``backoff_factor``.
-        pipeline: how ``execute_pipeline`` runs.
+    A field has the name of its key. Keys of ``zero``, ``optimizer``, ``compile``, ``loss`` and ``consistency_check``
+    come after the name of their section (``zero_stage``), keys of ``activation_checkpointing`` after ``checkpoint``.
+    ``precision``, ``compile``, ``consistency_check`` and ``activation_checkpointing`` are themselves the field of their
+    dtype, or of ``enable``.
 
     The form a user writes has sections; a section that is present is on unless it says ``enable: false``. A key or a
     section that is ``null`` is as if it were not there::
@@ -167,7 +115,7 @@ class ParallelConfig:
         """Read a dict, the path of a ``.json`` / ``.yaml`` / ``.yml`` file, or a ready ``ParallelConfig``.
 
         Args:
-            world_size: number of processes in which ``initialize`` runs; None leaves that check to later.
+            world_size: Number of processes in which ``initialize`` runs; None leaves that check to later.
 
         Raises:
             ConfigError: lists every unknown key, wrong type and impossible size that was found.
@@ -196,18 +144,15 @@ class ParallelConfig:
             elif known is None:
                 problems.append(explain_unknown(section, content))
             elif not isinstance(content, Mapping):
-                advice = explain_section(section, content)
-                problems.append(f"section '{section}' must hold keys, not {describe(content)}{advice}")
+                problems.append(f"section '{section}' must hold keys ({', '.join(known)}), not {describe(content)}")
             else:
                 values[section] = check_section(section, content, known, problems)
         pipeline = values.pop("pipeline", {})
         sizes = values.get("model_parallelism", {})
-        problems += [
-            f"{axis}={fields[name]} is short for model_parallelism.{name}, which is given too: {sizes[name]}. "
-            "Leave one out"
-            for axis, name in SHORT.items()
-            if name in fields and name in sizes
-        ]
+        for axis, name in SHORT.items():
+            if name in fields and name in sizes:
+                given = f"which is given too: {sizes[name]}. Leave one out"
+                problems.append(f"{axis}={fields[name]} is short for model_parallelism.{name}, {given}")
         fields |= _fields(values)
         every: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)} | fields
         if not problems:
@@ -228,14 +173,14 @@ class ParallelConfig:
 
     @property
     def parameters_every(self) -> int:
-        """Steps between two comparisons of all weights that ranks must have alike, or 0 of samples only."""
+        """Steps between two comparisons of all weights that must be identical on ranks, or 0: samples only."""
         return int(self.consistency_parameters.partition(" ")[2] or 0)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return ``world_size / (tensor_parallel_size * context_parallel_size * pipeline_parallel_size)``.
 
         Raises:
-            ConfigError: if that is not whole; says which world sizes and which tensor-parallel sizes would fit.
+            ConfigError: if that is not an integer; lists the world sizes and tensor-parallel sizes that fit.
         """
         tp, cp, pp = self.tensor_parallel_size, self.context_parallel_size, self.pipeline_parallel_size
         if world_size % (tp * cp * pp):
@@ -287,10 +232,9 @@ def _raise(problems: list[str]) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        shown = problems[: _SHOWN + 1 if len(problems) == _SHOWN + 1 else _SHOWN]
-        lines = [f"  {i}. {problem}" for i, problem in enumerate(shown, 1)]
-        rest = problems[len(shown) :]
-        lines += [f"  ... and {len(rest)} more: the error's .problems lists all"] if rest else []
+        lines = [f"  {i}. {problem}" for i, problem in enumerate(problems[:_SHOWN], 1)]
+        more = len(problems) - _SHOWN
+        lines += [f"  ... and {more} more: the error's .problems lists all"] if more > 0 else []
         raise ConfigError("\n".join([f"the config has {len(problems)} problems:", *lines]), problems)
 
 
@@ -298,100 +242,86 @@ def _raise(problems: list[str]) -> None:
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """List what is wrong with values that are right one by one."""
-    problems: list[str] = []
-    low, first, high = values["min_scale"], values["initial_scale"], values["max_scale"]
-    if not low <= first <= high:
-        problems.append(f"precision.initial_scale={first:g} must lie between min_scale={low:g} and max_scale={high:g}")
-    if values["growth_factor"] <= 1:
-        problems.append(f"precision.growth_factor must be above 1, not {values['growth_factor']:g}")
-    if values["backoff_factor"] >= 1:
-        problems.append(f"precision.backoff_factor must be below 1, not {values['backoff_factor']:g}")
-    problems += _of_zero(values)
-    if values["loss_chunk"] and values["loss_gather_logits"] == "always":
-        chunk = values["loss_chunk"]
-        problems.append(f"loss.chunk={chunk} makes no whole logits, which loss.gather_logits=always would gather")
-    if values["compile_mode"] != "default" and values["compile_backend"] != "inductor":
-        mode, backend = values["compile_mode"], values["compile_backend"]
-        problems.append(f"compile.mode={mode} is one of the backend inductor, not of {backend}")
-    if values["compile"] and values["cpu_transport"] == "shm":
-        problems.append("cpu_transport=shm does not go with compile: graphs use the process group. Leave one out")
-    if values["context_parallel_size"] > 1:
-        cp = f"context_parallel_size={values['context_parallel_size']}"
-        if values["compile"]:
-            problems.append(f"{cp} does not go with compile: which rows a block gets is decided in Python")
-    if values["compile"] and values["sequence_parallel"]:
-        problems.append(
-            "sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out"
-        )
-    if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
-        problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
-    saves, every = values["checkpoint_saves"], values["checkpoint_every"]
-    if (saves or every > 1) and not values["activation_checkpointing"]:
-        problems.append("checkpoint_saves and checkpoint_every need activation_checkpointing=True")
-    for name in saves:
-        if name not in SAVED:
-            problems.append(
-                f"activation_checkpointing.save lists {clip(repr(name))}.{nearest(str(name), SAVED)} Known: "
-                f"{', '.join(SAVED)}"
-            )
-    if saves and values["compile"]:
-        problems.append(
-            f"activation_checkpointing.save={list(saves)} does not go with compile, whose graphs choose by themselves "
-            "what they keep. Leave one out"
-        )
-    return problems
+    """List the problems of values that are right one by one."""
+    c = SimpleNamespace(**values)
+    return [*_of_scales(c), *_of_zero(c), *_of_blocks(c)]
 
 
-def _of_zero(values: Mapping[str, Any]) -> list[str]:
-    """List what does not go together with a stage of ZeRO."""
-    stage, sharded = values["zero_stage"], values["zero_stage"] in FULLY_SHARDED
-    problems = []
-    for key in ("shard_size", "cpu_offload"):
-        if values[f"zero_{key}"] and not sharded:
-            problems.append(f"zero.{key} needs zero.stage 2 or 3, not {stage}")
-    if values["zero_optimizer_offload"] and sharded:
-        problems.append(f"zero.optimizer_offload needs zero.stage 0 or 1, not {stage}, which has zero.cpu_offload")
-    schedule = values["pipeline"].schedule
-    if stage == 3 and values["pipeline_parallel_size"] > 1 and schedule in SPLIT_BACKWARD:
-        problems.append(
-            f"zero.stage=3 does not go with pipeline.schedule={schedule}: between the two halves of a block's backward "
-            "its weights would be gone.\n  Use zero.stage 2, which gathers weights once a step, or the schedule 1f1b."
+def _of_scales(c: Any) -> Iterator[str]:
+    """Yield problems of the loss scale."""
+    if not c.min_scale <= c.initial_scale <= c.max_scale:
+        between = f"min_scale={c.min_scale:g} and max_scale={c.max_scale:g}"
+        yield f"precision.initial_scale={c.initial_scale:g} must lie between {between}"
+    if c.growth_factor <= 1:
+        yield f"precision.growth_factor must be above 1, not {c.growth_factor:g}"
+    if c.backoff_factor >= 1:
+        yield f"precision.backoff_factor must be below 1, not {c.backoff_factor:g}"
+
+
+def _of_blocks(c: Any) -> Iterator[str]:
+    """Yield problems of the loss, of compiled blocks, and of recomputed ones."""
+    if c.loss_chunk and c.loss_gather_logits == "always":
+        yield f"loss.chunk={c.loss_chunk} makes no whole logits, which loss.gather_logits=always would gather"
+    if c.compile_mode != "default" and c.compile_backend != "inductor":
+        yield f"compile.mode={c.compile_mode} is one of the backend inductor, not of {c.compile_backend}"
+    if c.compile and c.cpu_transport == "shm":
+        yield "cpu_transport=shm does not go with compile: graphs use the process group. Leave one out"
+    if c.compile and c.context_parallel_size > 1:
+        cp = f"context_parallel_size={c.context_parallel_size}"
+        yield f"{cp} does not go with compile: which rows a block gets is decided in Python"
+    if c.compile and c.sequence_parallel:
+        yield "sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out"
+    if c.compile and c.checkpoint_saves:
+        saves = f"activation_checkpointing.save={list(c.checkpoint_saves)}"
+        yield f"{saves} does not go with compile, whose graphs choose by themselves what they keep. Leave one out"
+    if c.cpu_checkpointing and not c.activation_checkpointing:
+        yield "cpu_checkpointing=True needs activation_checkpointing=True"
+    if (c.checkpoint_saves or c.checkpoint_every > 1) and not c.activation_checkpointing:
+        yield "checkpoint_saves and checkpoint_every need activation_checkpointing=True"
+    for name in (name for name in c.checkpoint_saves if name not in SAVED):
+        known = f"{nearest(str(name), SAVED)} Known: {', '.join(SAVED)}"
+        yield f"activation_checkpointing.save lists {clip(repr(name))}.{known}"
+
+
+def _of_zero(c: Any) -> Iterator[str]:
+    """Yield problems of a stage of ZeRO."""
+    stage, sharded = c.zero_stage, c.zero_stage in FULLY_SHARDED
+    if not sharded:
+        for key in ("shard_size", "cpu_offload"):
+            if getattr(c, f"zero_{key}"):
+                yield f"zero.{key} needs zero.stage 2 or 3, not {stage}"
+    elif c.zero_optimizer_offload:
+        yield f"zero.optimizer_offload needs zero.stage 0 or 1, not {stage}, which has zero.cpu_offload"
+    if stage == 3 and c.pipeline_parallel_size > 1 and c.pipeline.schedule in SPLIT_BACKWARD:
+        yield (
+            f"zero.stage=3 does not go with pipeline.schedule={c.pipeline.schedule}: between the two halves of a "
+            "block's backward its weights would be gone.\n  Use zero.stage 2, which gathers weights once a step, or "
+            "the schedule 1f1b."
         )
-    if values["zero_shard_size"] and values["expert_parallel_size"] > values["tensor_parallel_size"]:
-        problems.append(
-            f"zero.shard_size={values['zero_shard_size']} does not go with expert_parallel_size="
-            f"{values['expert_parallel_size']} above tensor_parallel_size={values['tensor_parallel_size']}: experts "
-            "are sharded over the replicas already. Leave it out"
-        )
-    if sharded and values["optimizer_split_fused"]:
-        problems.append(
-            f"zero.stage={stage} does not go with optimizer.split_fused: torch's FSDP2 has rows of the fused matrices. "
-            "Use zero.stage 1."
-        )
-    return problems
+    if c.zero_shard_size and c.expert_parallel_size > c.tensor_parallel_size:
+        sizes = f"expert_parallel_size={c.expert_parallel_size} above tensor_parallel_size={c.tensor_parallel_size}"
+        why = "experts are sharded over the replicas already. Leave it out"
+        yield f"zero.shard_size={c.zero_shard_size} does not go with {sizes}: {why}"
+    if sharded and c.optimizer_split_fused:
+        why = "torch's FSDP2 has rows of the fused matrices"
+        yield f"zero.stage={stage} does not go with optimizer.split_fused: {why}. Use zero.stage 1."
 
 
 def _unfit(values: Mapping[str, Any], world_size: int | None) -> list[str]:
     """List what keeps ``initialize`` from these sizes in a world of that size, if that is known."""
     tp, cp, pp, ep = (values[f"{kind}_parallel_size"] for kind in ("tensor", "context", "pipeline", "expert"))
-    problems = []
-    divides = world_size is None or world_size % (tp * cp * pp) == 0
-    if not divides:
-        problems.append(_does_not_divide(tp, cp, pp, world_size or 0))
-    replicas = world_size // (tp * cp * pp) if world_size is not None and divides else None
+    problems, replicas, zero = [], None, values["zero_shard_size"]
+    if world_size is not None and world_size % (tp * cp * pp):
+        problems.append(_does_not_divide(tp, cp, pp, world_size))
+    elif world_size is not None:
+        replicas = world_size // (tp * cp * pp)
     if ep != 1 and (ep % tp or (replicas is not None and replicas % (ep // tp))):
         problems.append(_misfit_of_experts(ep, tp, replicas))
-    if values["zero_shard_size"] and replicas is not None and (replicas * cp) % values["zero_shard_size"]:
-        problems.append(_misfit_of_zero(values["zero_shard_size"], replicas, cp))
+    if zero and replicas is not None and (replicas * cp) % zero:
+        fitting = ", ".join(str(each) for each in range(1, replicas * cp + 1) if replicas * cp % each == 0)
+        ranks = f"{replicas} replicas" + (f" x context_parallel_size={cp}" if cp > 1 else "")
+        problems.append(f"zero.shard_size={zero} must divide the {ranks}: {fitting} fit here")
     return problems
-
-
-def _misfit_of_zero(size: int, replicas: int, cp: int) -> str:
-    """Say over how many ranks FSDP2 can shard."""
-    fitting = [each for each in range(1, replicas * cp + 1) if replicas * cp % each == 0]
-    ranks = f"{replicas} replicas" + (f" x context_parallel_size={cp}" if cp > 1 else "")
-    return f"zero.shard_size={size} must divide the {ranks}: {', '.join(map(str, fitting))} fit here"
 
 
 def _misfit_of_experts(ep: int, tp: int, replicas: int | None) -> str:
@@ -400,10 +330,8 @@ def _misfit_of_experts(ep: int, tp: int, replicas: int | None) -> str:
     if replicas is None:
         return f"{rule}: the ranks that hold a model's other layers, and replicas of them, hold its experts"
     fitting = sorted({1, *(tp * inner for inner in range(1, replicas + 1) if replicas % inner == 0)})
-    return (
-        f"{rule} that divides {tp} x {replicas} replicas = {tp * replicas}: {', '.join(map(str, fitting))} "
-        f"{'fit' if len(fitting) > 1 else 'fits'} here"
-    )
+    fit = f"{', '.join(map(str, fitting))} {'fit' if len(fitting) > 1 else 'fits'} here"
+    return f"{rule} that divides {tp} x {replicas} replicas = {tp * replicas}: {fit}"
 
 
 def _does_not_divide(tp: int, cp: int, pp: int, world_size: int) -> str:

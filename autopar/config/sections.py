@@ -1,7 +1,4 @@
-"""The sections of the configuration and their keys, as data; and what is wrong with a value given for one.
-
-:class:`PipelineConfig` is the section ``pipeline``.
-"""
+"""The sections of the configuration and their keys, as data, and their checks; the section ``pipeline``."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +18,9 @@ from autopar.errors import clip, nearest
 SECTIONS: dict[str, dict[str, type]] = {
     "model_parallelism": {
         "enable": bool,
-        "tensor_parallel_size": int,
-        "pipeline_parallel_size": int,
-        "expert_parallel_size": int,
-        "expert_dispatch": str,
-        "context_parallel_size": int,
-        "context_parallel_method": str,
+        **dict.fromkeys((f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "expert", "context")), int),
         "sequence_parallel": bool,
-        "cpu_transport": str,
-        "reduce_dtype": str,
+        **dict.fromkeys(("expert_dispatch", "context_parallel_method", "cpu_transport", "reduce_dtype"), str),
     },
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool, "save": list, "every": int},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
@@ -38,31 +29,27 @@ SECTIONS: dict[str, dict[str, type]] = {
     "precision": {
         "enable": bool,
         "dtype": str,
-        "initial_scale": float,
-        "min_scale": float,
-        "max_scale": float,
-        "growth_interval": int,
-        "growth_factor": float,
-        "backoff_factor": float,
-        "hysteresis": int,
+        **dict.fromkeys(("initial_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor"), float),
+        **dict.fromkeys(("growth_interval", "hysteresis"), int),
     },
     "consistency_check": {"enable": bool, "inputs": str, "parameters": str},
     "loss": {"chunk": int, "gather_logits": str, "read_timeout": float, "router_aux": str},
     "pipeline": {
-        "schedule": str,
-        "microbatch_size": int,
-        "num_microbatches": int,
+        **dict.fromkeys(("schedule", "loss_reduction"), str),
+        **dict.fromkeys(("microbatch_size", "num_microbatches", "timeout", "chunks"), int),
         "layers_per_stage": list,
-        "loss_reduction": str,
-        "timeout": int,
-        "chunks": int,
     },
 }
 # Short names of the sizes: {"tp": 2} is {"model_parallelism": {"tensor_parallel_size": 2}}.
 SHORT = {f"{axis[0]}p": f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "context", "expert")}
 # Values at the top level, no sections.
 PLAIN: dict[str, type] = {"gradient_clipping": float, "policy": str, **dict.fromkeys(SHORT, int)}
-_CHOICES: dict[str, tuple[Any, ...]] = {  # of fields of ParallelConfig
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # gradients of weights come later than inputs'
+SCHEDULES = ("1f1b", "gpipe", "interleaved", *SPLIT_BACKWARD)
+_FOLDED = ("zbv", "dualpipev")
+_CHOICES: dict[str, tuple[Any, ...]] = {  # of fields of ParallelConfig and PipelineConfig
+    "schedule": SCHEDULES,
+    "loss_reduction": ("tokens", "microbatch"),
     "cpu_transport": ("auto", "gloo", "shm"),
     "reduce_dtype": ("same", "fp32"),
     "context_parallel_method": ("auto", "ulysses", "gather"),
@@ -75,20 +62,13 @@ _CHOICES: dict[str, tuple[Any, ...]] = {  # of fields of ParallelConfig
     "loss_router_aux": ("global", "replica"),
 }
 _FROM_ZERO = ("loss_chunk", "zero_shard_size")
-_FORMS = {  # pattern, and what it is in words
+_FORMS = {  # pattern, and its description
     "consistency_inputs": (r"auto|first|always|every [1-9]\d*", "auto, first, always or 'every N' (every 10)"),
     "consistency_parameters": (r"auto|every [1-9]\d*", "auto or 'every N' (every 100)"),
 }
-# The key that a section's name alone stands for, as other libraries write it: precision: fp16, pipeline: 2
-_CHIEF = {"precision": "precision.dtype", "zero": "zero.stage", "pipeline": "model_parallelism.pipeline_parallel_size"}
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a word", list: "a list"}
 FULLY_SHARDED = (2, 3)  # stages of ZeRO that torch's FSDP2 is
-SAVED = ("attention", "collectives", "matmuls")  # what recomputed blocks may keep
-
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
-SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # gradients of weights come later than those of inputs
-_FOLDED = ("zbv", "dualpipev")
-_REDUCTIONS = ("tokens", "microbatch")
+SAVED = ("attention", "collectives", "matmuls")  # parts of a forward that recomputed blocks may keep
 
 # section, key -> field of ParallelConfig, where that is not the key's name.
 FIELDS = {
@@ -108,7 +88,7 @@ for _section in ("zero", "optimizer", "compile", "loss"):
 def check_section(
     section: str, content: Mapping[Any, Any], known: Mapping[str, type], problems: list[str]
 ) -> dict[str, Any]:
-    """Return the values of a section that are right; what is wrong with the others is added to ``problems``."""
+    """Return the valid values of a section; further problems are added to ``problems``."""
     checked: dict[str, Any] = {}
     for key, value in content.items():
         if key in SHORT and key not in known:
@@ -129,10 +109,10 @@ def check_section(
 
 
 def check_value(name: str, value: Any, kind: type) -> str | None:
-    """Return what is wrong with a value, or None."""
+    """Return the problem of a value, or None."""
     if name == "policy" and type(value) is not str:
         return f"policy must be 'derive' or the path of a policy, not {describe(value)}"
-    if type(value) is not kind and not (kind is float and type(value) is int):  # True is no int
+    if type(value) is not kind and not (kind is float and type(value) is int):  # True counts as no int
         return f"{name} must be {_NAMES.get(kind, kind.__name__)}, not {describe(value)}"
     section, _, key = name.rpartition(".")
     field = FIELDS.get((section, key), key)
@@ -150,41 +130,15 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
 
 
 def explain_unknown(section: object, content: object) -> str:
-    """Return what to write instead of a section that is unknown."""
+    """Return the error of an unknown section, with the key that is meant."""
     for name, keys in SECTIONS.items():
         if section in keys and section != "enable" and explain(section, content) is None:
-            short = next((axis for axis, size in SHORT.items() if size == section), None)
-            if short is not None:
-                written = f"{{{short}: {clip(str(content))}}}"
-                return f"'{section}' belongs into the section '{name}'; outside of it write {written}"
-            return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: ...}}}}"
+            return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: {clip(str(content))}}}}}"
     known = [*SECTIONS, *PLAIN]
     return (
         explain(section, content)
         or f"unknown section '{clip(str(section))}'.{nearest(str(section), known)} Known: {', '.join(known)}"
     )
-
-
-def explain_argument(name: str, value: object) -> str:
-    """Return what to write instead of a keyword argument that is one of the configuration's; "" for any other name."""
-    home = next((section for section, keys in SECTIONS.items() if name in keys and name != "enable"), None)
-    if home is not None:
-        return f" It belongs into the configuration: initialize(model, {{'{home}': {{'{name}': {clip(repr(value))}}}}})"
-    if name in SECTIONS or name in PLAIN:
-        return f" It belongs into the configuration: initialize(model, {{'{name}': {clip(repr(value))}}})"
-    advice = explain(name, value)
-    return f" In the configuration, {advice}" if advice else ""
-
-
-def explain_section(section: str, content: object) -> str:
-    """Return what to write for a section that was given one value."""
-    if isinstance(content, bool) and "enable" in SECTIONS[section]:
-        return f": write {section}: {{enable: {str(content).lower()}}}"
-    home, _, key = _CHIEF.get(section, "").partition(".")
-    fits = key and check_value(f"{home}.{key}", content, SECTIONS[home][key]) is None
-    short = next((axis for axis, size in SHORT.items() if size == key), None)
-    written = f"{home}: {{{key}: {content}}}" if short is None else f"{{{short}: {content}}}"
-    return f": write {written}" if fits else ""
 
 
 def describe(value: object) -> str:
@@ -194,20 +148,10 @@ def describe(value: object) -> str:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """The section ``pipeline``: how ``execute_pipeline`` runs.
+    """The section ``pipeline`` of ``docs/configuration.md``.
 
-    Attributes:
-        schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero-bubble``, ``zbv`` or ``dualpipev``; a batch that gives
-            fewer micro-batches than two for each rank goes through ``dualpipev`` in the order of ``zbv``.
-        microbatch_size: samples of a micro-batch. None with ``num_microbatches``, and at one stage by default (the
-            whole batch); at more stages the default is 1.
-        num_microbatches: or the number of micro-batches: at least as many as ranks of the pipeline, twice as many with
-            ``dualpipev``. A smaller batch gives fewer.
-        layers_per_stage: blocks of each stage, in order; empty: split by parameters.
-        loss_reduction: ``tokens``: the loss of the whole batch, whatever the padding; ``microbatch``: the mean of the
-            micro-batches' means.
-        timeout: seconds that a rank waits for another one, over any axis, in a step or a plain call.
-        chunks: stages on each rank; above 1 for ``interleaved``, 2 for ``zbv`` and ``dualpipev``.
+    Without ``microbatch_size`` and ``num_microbatches`` a micro-batch is one sample, at one stage the batch.
+    ``dualpipev`` runs a batch of fewer micro-batches than two for each rank in the order of ``zbv``.
     """
 
     schedule: str = "1f1b"
@@ -233,89 +177,61 @@ class PipelineConfig:
 
     @classmethod
     def of(cls, section: Mapping[str, Any], pp: int, problems: list[str]) -> PipelineConfig:
-        """From the keys of the section; what is wrong with them is added to ``problems``."""
-        found = dict(section)
-        schedule = found.setdefault("schedule", "1f1b")
-        chunks = found.setdefault("chunks", 2 if schedule in ("interleaved", *_FOLDED) else 1)
-        if schedule not in SCHEDULES:
-            problems.append(
-                f"pipeline.schedule={clip(repr(schedule))} is unknown.{nearest(schedule, SCHEDULES)} Known: "
-                f"{', '.join(SCHEDULES)}"
-            )
-        elif (schedule == "interleaved") != (chunks > 1) and schedule not in _FOLDED:
-            problems.append(
-                f"pipeline.chunks={chunks} does not fit schedule {schedule}: more than 1 is for interleaved"
-            )
-        elif schedule in _FOLDED and chunks != 2:
-            problems.append(
-                f"pipeline.chunks={chunks} does not fit schedule {schedule}, which has 2 stages on each rank"
-            )
-        reduction = found.get("loss_reduction", "tokens")
-        if reduction not in _REDUCTIONS:
-            problems.append(
-                f"pipeline.loss_reduction={clip(repr(reduction))} is unknown. Known: {', '.join(_REDUCTIONS)}"
-            )
-        layers = found["layers_per_stage"] = tuple(found.get("layers_per_stage", ()))
-        if any(type(count) is not int or count < 1 for count in layers):
-            problems.append(
-                f"pipeline.layers_per_stage={clip(str(list(layers)))} must list numbers of blocks of at least 1"
-            )
-        size, count = found.get("microbatch_size"), found.get("num_microbatches")
-        if size is not None and count is not None:
-            problems.append(
-                f"pipeline.microbatch_size={size} and pipeline.num_microbatches={count} are both given: one follows "
-                "from the other and the batch, so give one"
-            )
-        elif size is None and count is None and pp > 1:
+        """Make it of the keys of the section; problems are added to ``problems``."""
+        found = {"schedule": "1f1b", **section, "layers_per_stage": tuple(section.get("layers_per_stage", ()))}
+        found.setdefault("chunks", 2 if found["schedule"] in ("interleaved", *_FOLDED) else 1)
+        if pp > 1 and not found.keys() & {"microbatch_size", "num_microbatches"}:
             found["microbatch_size"] = 1
-        if count is not None and count < pp:
-            problems.append(
-                f"pipeline.num_microbatches={count} is less than pipeline_parallel_size={pp}: some stages would never "
-                f"work at the same time; give at least {pp}"
-            )
-        elif count is not None and schedule == "dualpipev" and pp > 1 and count < 2 * pp:
-            problems.append(
-                f"pipeline.num_microbatches={count} is less than twice pipeline_parallel_size={pp}: schedule dualpipev "
-                f"is not defined for that; give at least {2 * pp}, or schedule zbv"
-            )
-        return cls(**found)
+        made = cls(**found)
+        problems += made._problems(pp)
+        return made
+
+    def _problems(self, pp: int) -> Iterator[str]:
+        """Yield problems of values that are right one by one, with ``pp`` ranks."""
+        schedule, chunks, count = self.schedule, self.chunks, self.num_microbatches
+        unfit = f"pipeline.chunks={chunks} does not fit schedule {schedule}"
+        if self.folded and chunks != 2:
+            yield f"{unfit}, which has 2 stages on each rank"
+        elif not self.folded and (schedule == "interleaved") != (chunks > 1):
+            yield f"{unfit}: more than 1 is for interleaved"
+        if any(type(each) is not int or each < 1 for each in self.layers_per_stage):
+            blocks = clip(str(list(self.layers_per_stage)))
+            yield f"pipeline.layers_per_stage={blocks} must list numbers of blocks of at least 1"
+        if count is None:
+            return
+        given = f"pipeline.num_microbatches={count}"
+        if self.microbatch_size is not None:
+            both = f"pipeline.microbatch_size={self.microbatch_size} and {given} are both given"
+            yield f"{both}: one follows from the other and the batch, so give one"
+        if count < pp:
+            less = f"{given} is less than pipeline_parallel_size={pp}"
+            yield f"{less}: some stages would never work at the same time; give at least {pp}"
+        elif schedule == "dualpipev" and 1 < pp <= count < 2 * pp:
+            less = f"{given} is less than twice pipeline_parallel_size={pp}"
+            yield f"{less}: schedule dualpipev is not defined for that; give at least {2 * pp}, or schedule zbv"
 
 
 # -- keys of other libraries -------------------------------------------------------------------------------------------
 
-_SECONDS = "distributed_timeout_minutes"  # is a number of minutes, and pipeline.timeout of seconds
-
 
 @functools.cache
-def foreign_keys() -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
-    """Return, for each library, what its keys are called here, and the advice on its other keys."""
-    read = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text("utf-8"))
-    advice: dict[str, dict[str, str]] = {library: {} for library in (*read["renamed"], "anyone")}
-    for row in read["advice"]:
+def foreign_keys() -> dict[str, dict[str, str]]:
+    """Return for each library the advice on its keys; ``anyone``: on keys that no library has."""
+    libraries = ("ColossalAI", "Megatron-LM", "DeepSpeed", "OSLO", "accelerate", "anyone")
+    advice: dict[str, dict[str, str]] = {library: {} for library in libraries}
+    for row in yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text("utf-8")):
         for library in row.keys() - {"say"}:
             advice[library] |= dict.fromkeys(row[library], row["say"])
-    return read["renamed"], advice
+    return advice
 
 
 def explain(key: object, value: Any = None) -> str | None:
-    """Return what to write here for a key of another library; None for a key that none of them has.
-
-    Args:
-        value: the user's value, which goes into the advice where it means the same.
-    """
-    renamed, advice = foreign_keys()
+    """Return the key to write for a key of another library, with the user's value; None if no library has it."""
     name = clip(str(key)).lstrip("-").replace("-", "_").lower()
-    libraries = [library for library in renamed if name in renamed[library] or name in advice[library]]
-    if not libraries:
-        guessed = advice["anyone"].get(name)
-        return None if guessed is None else f"there is no key '{key}': {guessed}"
-    owners = ", ".join(f"{library}'s" for library in libraries)
-    home = renamed[libraries[0]].get(name)
-    if home is None:
-        return f"'{key}' is {owners} name: {advice[libraries[0]][name]}"
-    section, _, own = home.rpartition(".")
-    simple = type(value) in (bool, int, float, str) and name != _SECONDS
-    written = f"{own}: {clip(str(value)) if simple else '...'}"
-    if section or home in SHORT:
-        written = f"{section}: {{{written}}}".removeprefix(": ")
-    return f"'{key}' is {owners} name: write {written}{' (in seconds)' if name == _SECONDS else ''}"
+    said = {library: advice[name] for library, advice in foreign_keys().items() if name in advice}
+    if not said:
+        return None
+    shown = clip(str(value)) if type(value) in (bool, int, float, str) else "..."
+    text = next(iter(said.values())).replace("VALUE", shown)
+    owners = ", ".join(f"{library}'s" for library in said if library != "anyone")
+    return f"'{key}' is {owners} name: {text}" if owners else f"there is no key '{key}': {text}"

@@ -1,20 +1,19 @@
 """Give all ranks one verdict: all succeed, or all raise. A rank that never comes costs a time-out, not a hang.
 
 :func:`meet` waits for ranks through the key-value store of the default process group, in which no rank can get stuck.
-A call on some of the ranks only raises within the time-out and leaves nothing behind, so a later call works again.
+A call on some of the ranks only raises within the time-out, and a later call works again.
 
 :func:`same_on_every_rank` is for ``initialize``, before there is a mesh: over the default group, whatever its backend.
 
 :func:`all_ranks` and :func:`rank_zero` are for saving and loading, which take long and touch disks: verdicts go in a
-star around rank 0, over gloo, because the death of a rank closes its connection to rank 0 (or rank 0's to everyone),
-so the others learn it at once and by name. In a ring, the two neighbours would know and the rest would wait. torch's
+star around rank 0, over gloo, because the death of a rank closes its connection to rank 0 (or rank 0's to everyone), so
+the other ranks learn it at once and by name. In a ring, the two neighbours would know and the rest would wait. torch's
 ``_DistWrapper`` (``torch/distributed/checkpoint/utils.py``) has the same idea without the deaths.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -22,25 +21,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from itertools import islice
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from autopar.call_site import line_of_user, warn_user
+from autopar.call_site import place_of_user, warn_user
 from autopar.compat.c10d import PrefixStore, default_group, default_store
 from autopar.distributed.axis import Axis
-from autopar.distributed.digest import extremes
+from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import shorten_uncaught
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import start_process_group
-from autopar.errors import AutoparError, CheckpointError, ConfigError, ConsistencyError
+from autopar.errors import AutoparError, CheckpointError, ConfigError, ConsistencyError, clip
 from autopar.tensor_tracking import as_one
 
 _PREFIX = "autopar/barrier"
-_WARN_AFTER = 5.0  # seconds in which nobody wonders
+_WARN_AFTER = 5.0  # seconds
 
 
 def barrier(mpu: MPU, caller: str, timeout: float) -> None:
@@ -72,11 +71,11 @@ def barrier(mpu: MPU, caller: str, timeout: float) -> None:
 def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
     """Wait until all ranks of an axis are about to read the same, before a collective that some might not come to.
 
-    A rank that waits longer than some seconds warns.
+    A rank that waits for seconds warns.
 
     Args:
-        what: the same text on every rank, or they do not mean the same.
-        advice: what to do about ranks that do not come; lines of the message.
+        what: The same text on every rank, or the call raises.
+        advice: Lines of the message about ranks that do not come.
 
     Raises:
         ConsistencyError: on all ranks that came.
@@ -89,8 +88,8 @@ def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
 
     def alone(arrived: list[int], end: str) -> str:
         missing = [rank for place, rank in enumerate(axis.ranks) if place not in arrived]
-        where = line_of_user()
-        return f"rank {mine} reads {what} in {where}, and {names_of(missing)} did not within {end}.\n  {advice}"
+        file, line = place_of_user()
+        return f"rank {mine} reads {what} in {file}:{line}, and {names_of(missing)} did not within {end}.\n  {advice}"
 
     def warn(arrived: list[int]) -> None:
         warn_user(alone(arrived, f"{_WARN_AFTER:g} s: after {timeout:g} s it raises"))
@@ -113,13 +112,13 @@ def _arrive(
     said: dict[int, str] | None = None,
     warn: Callable[[list[int]], None] | None = None,
 ) -> list[int] | None:
-    """None once everybody is here, else the ranks that were. ``said`` takes up what each brought.
+    """Return None once all ranks have arrived, else the ranks that had. ``said`` takes the text of each rank.
+
+    Meetings are numbered. Each ends with one atomic decision: ``go`` by the last rank to arrive, or the list of the
+    ranks present by the first one that times out. All follow it, so no rank leaves while another continues.
 
     Args:
-        warn: called once, with the ranks that are here, when that has taken long.
-
-    Meetings are numbered. Each ends with one atomic decision, ``go`` by the last rank to arrive or the list of those
-    present by the first one to lose patience; all follow it, so nobody leaves while somebody else goes ahead.
+        warn: Called once with the ranks that are here, after :data:`_WARN_AFTER` seconds.
     """
     start = time.monotonic()
     while True:
@@ -146,12 +145,12 @@ def _arrive(
                 said.update({other: store.get(f"{number}/{other}").decode() for other in range(size)})
             for key in ("count", "decision", *map(str, range(size))) if rank == 0 else ():
                 with contextlib.suppress(RuntimeError, NotImplementedError):
-                    store.delete_key(f"{number - 1}/{key}")  # all came here from there: nobody reads it any more
+                    store.delete_key(f"{number - 1}/{key}")  # all ranks came here from there, so none reads it again
             return None
         arrived: list[int] = json.loads(verdict)
         if rank in arrived:
             return arrived
-        # came after the others had given up: they may be calling again
+        # came after the other ranks had given up: they may be calling again
 
 
 def _present(store: Any, number: int, size: int) -> list[int]:
@@ -176,30 +175,27 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
     """Run ``step`` on every rank of the world; if it fails on one, or its facts differ between ranks, all raise.
 
     Args:
-        facts: what must be the same on all ranks, as JSON; names in it are quoted where it differs.
+        facts: JSON that must be identical on all ranks; differing names in it are quoted.
 
     Raises:
         ConsistencyError, or CheckpointError after one: on the ranks where nothing failed, quoting the error of the one
-            that did; or naming what differs, with both values. A rank that fails raises its own error.
+            that did; or naming the difference, with both values. A rank that fails raises its own error.
     """
     shorten_uncaught()
     result: T | None = None
     error: Exception | None = None
-    made: Any = None
-    kind = "fine"
+    made, kind = None, "fine"
     try:
         result = step()
         made = facts(result)
         text = json.dumps(made, default=str, sort_keys=True)  # some models register buffers in the order of a set
-        text = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        text = str(of_text(text))
     except Exception as caught:  # whatever it is, the peers must not wait for this rank
         error, kind = caught, "checkpoint" if isinstance(caught, CheckpointError) else "error"
         text = f"{type(caught).__name__}: {caught}"
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_process_group()
-        digest = hashlib.blake2b(text.encode(), digest_size=12).digest()  # three numbers, however many ranks there are
-        numbers = [kind != "fine", int.from_bytes(digest[:6], "little"), int.from_bytes(digest[6:], "little")]
-        largest, smallest = extremes(numbers, default_group())
+        largest, smallest = extremes([kind != "fine", of_text(text)], default_group())  # of any number of ranks
         if largest != smallest or largest[0]:
             verdicts = [(kind, text)] * dist.get_world_size()
             dist.all_gather_object(verdicts, (kind, text))
@@ -213,7 +209,7 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
 
 
 def _error_of_others(verdicts: list[tuple[str, str]], facts: Any) -> AutoparError:
-    """Return the error of the first rank that failed; else of the first whose facts are others than those of rank 0."""
+    """Return the error of the first rank that failed; else of the first whose facts differ from rank 0's."""
     for rank, (kind, text) in enumerate(verdicts):
         if kind == "checkpoint":
             return CheckpointError(f"rank {rank} cannot load the model, so no rank does:\n{text}")
@@ -239,7 +235,8 @@ def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str
         for key in dict.fromkeys([*one, *other]):
             place = f"{name}.{key}" if name else str(key)
             if key not in one or key not in other:
-                yield place, _entry(one, key), _entry(other, key)
+                found, due = (_show(each[key]) if key in each else "missing" for each in (one, other))
+                yield place, found, due
             else:
                 yield from differences(one[key], other[key], place)
     elif isinstance(one, list) and isinstance(other, list):
@@ -252,13 +249,8 @@ def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str
         yield name, _show(one), _show(other)
 
 
-def _entry(values: Mapping[str, Any], key: str) -> str:
-    return _show(values[key]) if key in values else "missing"
-
-
 def _show(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    return clip(json.dumps(value), _LONGEST)
 
 
 # -- in a star, over gloo: deaths are noticed -------------------------------------------------------------------------
@@ -278,12 +270,11 @@ def all_ranks(
     note: Callable[[], str] = str,
     check: Callable[[list[Any]], object] | None = None,
 ) -> list[Any]:
-    """Every rank does ``work``, whose result must be JSON; then all go on or all raise the same error.
+    """Do ``work`` on every rank, whose result must be JSON; then all continue or all raise the same error.
 
     Args:
-        work: done on each rank.
-        note: added to the message if a rank has died.
-        check: on rank 0, raises CheckpointError if the results of the ranks do not fit together.
+        note: Returns a line for the message if a rank has died.
+        check: Raises CheckpointError on rank 0 if the results of the ranks do not fit together.
 
     Returns:
         The results of all ranks on rank 0, an empty list elsewhere.
@@ -295,7 +286,7 @@ def all_ranks(
 
 
 def deal(peers: Ranks, work: Callable[[], Any], share: Callable[[list[Any]], list[Any]]) -> Any:
-    """Every rank does ``work``, and gets its entry of the list that ``share`` makes of all results on rank 0.
+    """Do ``work`` on every rank; return this rank's entry of the list that ``share`` makes of all results on rank 0.
 
     Results and entries must be JSON. ``share`` may raise CheckpointError, which all ranks raise then.
     """
@@ -303,7 +294,7 @@ def deal(peers: Ranks, work: Callable[[], Any], share: Callable[[list[Any]], lis
 
 
 def rank_zero(peers: Ranks, work: Callable[[], T], note: Callable[[], str] = str) -> T:
-    """Rank 0 does ``work``; every rank returns its result, which must be JSON, or raises the same error."""
+    """Do ``work`` on rank 0; return its result, which must be JSON, on every rank, or raise the same error."""
     return _round(peers, work if peers.rank == 0 else lambda: None, note, None, share=True)[0]
 
 
@@ -317,7 +308,7 @@ def _round(
     value, cause = None, None
     try:
         value = work()
-    except BaseException as error:  # a keyboard interrupt on one rank must not leave the others waiting
+    except BaseException as error:  # a keyboard interrupt on one rank must not leave the other ranks waiting
         cause = error
     report = {"error": None if cause is None else _describe(cause), "value": None if cause else value}
     values: list[Any] = []
@@ -364,44 +355,40 @@ class _Star:
     """One round of messages around rank 0, over gloo. A rank that has died sends None."""
 
     def __init__(self, peers: Ranks) -> None:
-        self._peers = peers
+        self._size, self._control = peers.world_size, peers.control
         self._alive: list[int] = []
 
     def reports(self, own: Any) -> list[Any]:
-        """Return on rank 0 what all ranks report."""
-        found = [own, *(_receive(self._peers, rank) for rank in range(1, self._peers.world_size))]
+        """Return the reports of all ranks, on rank 0."""
+        found = [own, *map(self._receive, range(1, self._size))]
         self._alive = [rank for rank, report in enumerate(found) if rank and report is not None]
         return found
 
     def tell(self, answers: list[Any]) -> None:
         """Answer all ranks that have reported, each with its entry."""
         for rank in self._alive:
-            _send(self._peers, rank, answers[rank])
+            self._send(rank, answers[rank])
 
     def ask(self, report: Any) -> Any:
         """Report to rank 0; return its answer."""
-        _send(self._peers, 0, report)
-        return _receive(self._peers, 0)
+        self._send(0, report)
+        return self._receive(0)
 
+    def _send(self, rank: int, value: Any) -> None:
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):
+            for tensor in (torch.tensor([data.numel()], device="cpu"), data):
+                self._control.send([tensor], rank, _TAG).wait(_PATIENCE)  # not dist.isend: see async_save.py
 
-def _send(peers: Ranks, rank: int, value: Any) -> None:
-    """Send a value, if the connection to the rank is not closed."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    with contextlib.suppress(RuntimeError):
-        for tensor in (torch.tensor([data.numel()], device="cpu"), data):
-            peers.control.send([tensor], rank, _TAG).wait(_PATIENCE)  # not dist.isend: see async_save.py
-
-
-def _receive(peers: Ranks, rank: int) -> Any:
-    """Return the value that a rank sends; None if the connection is closed."""
-    size = torch.zeros(1, dtype=torch.long, device="cpu")
-    try:
-        peers.control.recv([size], rank, _TAG).wait(_PATIENCE)
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        peers.control.recv([data], rank, _TAG).wait(_PATIENCE)
-    except RuntimeError:
-        return None
-    return json.loads(data.numpy().tobytes())
+    def _receive(self, rank: int) -> Any:
+        size = torch.zeros(1, dtype=torch.long, device="cpu")
+        try:
+            self._control.recv([size], rank, _TAG).wait(_PATIENCE)
+            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            self._control.recv([data], rank, _TAG).wait(_PATIENCE)
+        except RuntimeError:
+            return None
+        return json.loads(data.numpy().tobytes())
 
 
 def _describe(error: BaseException) -> str:
@@ -419,10 +406,10 @@ def _lost(ranks: list[int], world_size: int, note: Callable[[], str]) -> str:
 
 # -- signals ----------------------------------------------------------------------------------------------------------
 # torchrun and SLURM send SIGTERM before they kill a job. It reaches ranks at different moments, and some not at all. So
-# each notes what it got, and all ask at the same place of their loop. As in Megatron-LM's dist_signal_handler.py.
+# each notes its signal, and all ask at the same place of their loop. As in Megatron-LM's dist_signal_handler.py.
 
 
-class StopSignal:
+class StopSignal(contextlib.AbstractContextManager["StopSignal"]):
     """Note signals that ask a job to stop, so that all ranks can save at the same step and end by themselves::
 
         with autopar.StopSignal(model.mpu) as stop:
@@ -432,12 +419,12 @@ class StopSignal:
                     model.save_parallelized(f"run/step-{step}", optimizer=optimizer)
                     break
 
-    A second signal of the same kind does what it did before: it ends the process, if nobody handled it.
+    A second signal of the same kind has its usual effect: it ends the process unless other code handles it.
 
     Args:
         mpu: ``model.mpu``.
-        signals: numbers, by default ``signal.SIGTERM``. SLURM sends another one some time before the end of a job, if
-            asked to: ``--signal=USR1@120``.
+        signals: Numbers of the signals, by default ``signal.SIGTERM``. SLURM sends another one before the end of a job
+            with ``--signal=USR1@120``.
 
     Raises:
         ConfigError: not in the main thread, where alone Python handles signals.
@@ -455,10 +442,7 @@ class StopSignal:
                 raise ConfigError(f"StopSignal: {error}\n  Make it where the training loop is started.") from error
 
     def requested(self) -> bool:
-        """Tell whether any rank has got a signal: the same answer on every rank. Every rank calls it, once a step.
-
-        It takes one number over gloo, a fraction of a millisecond on one machine.
-        """
+        """Return whether any rank has got a signal, identical on every rank. Every rank calls it, once a step."""
         flag = torch.tensor([self._got])
         if self._group is not None:
             all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
@@ -469,12 +453,7 @@ class StopSignal:
         while self._before:
             signal.signal(*self._before.popitem())
 
-    def __enter__(self) -> StopSignal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

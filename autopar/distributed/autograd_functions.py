@@ -1,11 +1,11 @@
 """Shared parts of the autograd functions of sharded layers: second derivatives, and names in profiler traces.
 
-Collectives are linear, so the backward of each is another one, which can be differentiated in turn: that of ``copy`` is
-``reduce``, and the other way round. A function that saves memory or waits beside other work has two backwards: its own,
-and a plain one that is run with ``create_graph=True`` (:func:`any_order`).
+Collectives are linear, so the backward of each is another one, which can be differentiated in turn: ``copy``'s is
+``reduce``, and the other way round. A function that saves memory or waits next to other work has two backwards: its
+own, and a plain one that is run with ``create_graph=True`` (:func:`any_order`).
 
 torch's ``once_differentiable`` reports a missing second derivative only to a ``backward()`` that walks into it;
-``torch.autograd.grad`` goes around it and leaves the term out. Where there is no second backward here, the first one
+``torch.autograd.grad`` goes around it and leaves the term out. Without a second backward here, the first one
 with ``create_graph=True`` raises (:func:`single_backward`). torch.func (grad, vmap, jvp) and dual tensors need more of
 an autograd function than a backward: they are refused.
 
@@ -74,15 +74,11 @@ def named_collective(name: str) -> Callable[[_Function], _Function]:
 
 
 def _described(name: str, args: tuple[Any, ...]) -> str:
-    axis = next((arg for arg in args if isinstance(arg, Axis)), None) or getattr(args[0], "axis", None)
+    axis = next((arg for arg in args if isinstance(arg, Axis)), getattr(args[0], "axis", None))
     tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
     collective, _, place = name.partition(": ")
     shape = "" if tensor is None else f" {list(tensor.shape)}"
     return f"{collective} over {axis.name if axis else '?'}{shape}" + (f": {place}" if place else "")
-
-
-_Backward = TypeVar("_Backward", bound=Callable[..., Any])
-_Again = Callable[..., Any]
 
 
 def keep_none(ctx: Any) -> None:
@@ -98,17 +94,16 @@ class NoGraph:
         pass
 
 
-def any_order(again: _Again) -> Callable[[_Backward], _Backward]:
+def any_order(again: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Decorate the backward of an autograd function: with ``create_graph=True`` ``again(ctx, *gradients)`` runs.
 
-    Where no gradient came, none goes on and neither runs: the graph is the same on all ranks, and so is the collective
-    that they leave out.
+    Without any gradient neither runs: the graph is identical on all ranks, and so is the collective that they skip.
 
     Args:
-        again: the same gradients, made of functions that are differentiable in what was saved and in the gradients.
+        again: The same gradients, differentiable in the saved tensors and in the gradients.
     """
 
-    def decorate(backward: _Backward) -> _Backward:
+    def decorate(backward: _Function) -> _Function:
         @functools.wraps(backward)
         def run(ctx: Any, *gradients: Any) -> Any:
             if all(gradient is None for gradient in gradients):
@@ -117,7 +112,7 @@ def any_order(again: _Again) -> Callable[[_Backward], _Backward]:
             twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             return (again if twice else backward)(ctx, *gradients)
 
-        return cast("_Backward", run)
+        return cast("_Function", run)
 
     return decorate
 
@@ -131,7 +126,7 @@ def refuse_again(*gradients: Any) -> Any:
     )
 
 
-single_backward: Callable[[_Backward], _Backward] = any_order(refuse_again)
+single_backward: Callable[[_Function], _Function] = any_order(refuse_again)
 """Decorates the backward of an autograd function whose gradients cannot be differentiated again."""
 
 

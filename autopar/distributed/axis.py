@@ -24,7 +24,7 @@ class MeshSizes(NamedTuple):
     cp: int = 1
 
     def in_words(self) -> str:
-        """Return the sizes by the names that they have in a config, that of context parallelism if there is any."""
+        """Return the sizes by the names that they have in a config, context parallelism's if there is any."""
         cp = f"context_parallel_size={self.cp}, " if self.cp > 1 else ""
         return f"tensor_parallel_size={self.tp}, {cp}pipeline_parallel_size={self.pp}, data-parallel size {self.dp}"
 
@@ -35,30 +35,22 @@ class Axis(NotCopied):
     Copying an axis (``copy.deepcopy`` of a parallelized model) gives the same axis: process groups cannot be copied.
 
     Attributes:
-        name: ``tp``, ``cp``, ``dp``, ``pp``, or that of a joined axis.
-        group: the process group.
-        ranks: their global ranks.
-        rank: the place of this rank among them.
-        size: how many there are.
-        one_each: The layout of one element for each rank.
+        name: ``tp``, ``cp``, ``dp``, ``pp``, or the name of a joined axis.
+        group: Process group; None: a dry run, which sends nothing.
+        ranks: Global ranks of the axis.
+        rank: Place of this rank among them.
+        size: Number of ranks.
+        one_each: Layout of one element for each rank.
+        explain: Function that names the failed rank when a collective failed (None: no rank); set by ``initialize``.
+        transport: Carrier of a feature for collectives of tensors on the CPU; None: the process group carries all.
+        reduce_dtype: Dtype in which tensors of half precision are summed; None: their own.
+        read_timeout: Seconds that a rank which reads a lazily gathered tensor waits for the other ranks to read it.
     """
 
     __slots__ = (
         *("explain", "group", "name", "one_each", "rank", "ranks", "read_timeout", "reduce_dtype", "size"),
         "transport",
     )
-
-    explain: Callable[[RuntimeError, str, Sequence[int]], Exception | None] | None
-    """Names the rank that failed when a collective did, or None if there is none; set by ``initialize``."""
-
-    transport: Any
-    """Carries collectives of tensors on the CPU, of a feature; None: the process group carries all."""
-
-    reduce_dtype: torch.dtype | None
-    """In which tensors of half precision are summed over the axis; None: in their own dtype."""
-
-    read_timeout: float
-    """Seconds that a rank which reads a tensor that is whole on reading waits for the others to read it, too."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
         self.name = name
@@ -67,13 +59,13 @@ class Axis(NotCopied):
         self.rank = rank
         self.size = len(self.ranks)
         self.one_each = Layout.of(0, [Block("element", self.size, 1, even_shards(self.size, self.size))])
-        self.explain = None
-        self.transport = None
-        self.reduce_dtype = None
+        self.explain: Callable[[RuntimeError, str, Sequence[int]], Exception | None] | None = None
+        self.transport: Any = None
+        self.reduce_dtype: torch.dtype | None = None
         self.read_timeout = 20.0
 
     def widened(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` in the dtype in which it is summed over the axis: itself, or a copy of what is half."""
+        """Return ``x`` in the dtype in which it is summed over the axis: itself, or a copy of a half tensor."""
         dtype = self.reduce_dtype
         return x if dtype is None or not x.is_floating_point() or x.itemsize >= dtype.itemsize else x.to(dtype)
 
@@ -100,8 +92,8 @@ def axis_of(group: Group | None) -> Axis:
     """Return the axis that ``group`` means.
 
     Raises:
-        ConfigError: if it is none of the three, or a process group that this rank is not in. There is no default: the
-            world is a tensor-parallel group only by accident.
+        ConfigError: it is none of the three, or a process group without this rank. No default exists: the world is a
+            tensor-parallel group only by accident.
     """
     if isinstance(group, Axis):
         return group

@@ -1,4 +1,4 @@
-"""Autograd collectives over one axis of the mesh: what the activations of a tensor-parallel layer go through.
+"""Autograd collectives over one axis of the mesh: the path of the activations of a tensor-parallel layer.
 
 The first functions are the collectives without autograd, which the autograd functions call.
 
@@ -13,7 +13,7 @@ The first functions are the collectives without autograd, which the autograd fun
 | ``all_to_all``       | all-to-all along dim 0     | all-to-all, splits swapped  | _AllToAll                         |
 | ``sum_replicas``     | identity on a weight       | sum over the ranks that hold the same units | -                 |
 
-The convention is that of Shoeybi et al., "Megatron-LM" (2019), section 3: after ``reduce`` or ``gather`` every rank
+The convention follows Shoeybi et al., "Megatron-LM" (2019), section 3: after ``reduce`` or ``gather`` every rank
 computes the same thing from the same values, so the backward of ``reduce`` is the identity and not another sum
 (that is where ``torch.distributed.nn`` differs and gives gradients ``size`` times too large).
 
@@ -50,11 +50,11 @@ from autopar.layout import Block, Layout, even_shards
 
 
 class _Running(threading.local):
-    """Where a feature keeps results of collectives in this thread: a backward recomputes in threads of autograd's.
+    """The tape on which a feature keeps results of collectives in this thread, as autograd's threads recompute.
 
     Attributes:
-        tape: Object that takes the result of each (``note(name, x)``), or writes that of an earlier run and returns
-            True (``plays(name, x)``); None where nothing is kept.
+        tape: Object that takes each result (``note(name, x)``), or writes an earlier one and returns True
+            (``plays(name, x)``); None: nothing is kept.
     """
 
     tape: Any = None
@@ -70,10 +70,10 @@ def note_on_meta(name: str, x: torch.Tensor, shape: Sequence[int] | None = None)
 
 
 def run(collective: Callable[..., Any], axis: Axis, *args: Any, kept: bool = True) -> None:
-    """Run one of ``gloo_collectives`` by what carries it; if a rank failed, the error names it and its reason.
+    """Run one of ``gloo_collectives``, which writes ``args[0]``; if a rank failed, the error names it and its reason.
 
-    ``args[0]`` is written. The recomputation of a block that keeps its collectives reads it from a tape; not with
-    ``kept=False``, of messages between two ranks, which a recomputation sends again.
+    The recomputation of a block that keeps its collectives reads them from a tape; but for messages between two ranks
+    (``kept=False``), which a recomputation sends again.
     """
     tape, name = running.tape if kept else None, getattr(collective, "__name__", "")
     if tape is not None and tape.plays(name, args[0]):
@@ -203,7 +203,7 @@ def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
 
 
 def reduce_scattered(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None = None) -> torch.Tensor:
-    """Sum over the axis and keep this rank's part of ``dim``: an even one, or that of ``layout``, padded on the way."""
+    """Sum over the axis and keep this rank's part of ``dim``: an even one, or ``layout``'s, padded on the way."""
     layout = layout or even_layout(x.shape[dim], axis.size)
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
     wide = axis.widened(x[:0])
@@ -224,7 +224,7 @@ def reduce_scattered(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | Non
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
-    """Overwrite a contiguous ``x`` by that of the axis's rank ``source``, no autograd."""
+    """Overwrite a contiguous ``x`` by the axis's rank ``source``'s, no autograd."""
     if axis.size > 1:
         run(gloo_collectives.broadcast, axis, x, axis.ranks[source])
 
@@ -253,12 +253,9 @@ def _linear(
     forward_name: str = "",
     backward_name: str = "",
 ) -> Any:
-    """Make an autograd function of functions of a tensor, an axis, and the other arguments of the function.
+    """Make an autograd function of functions of a tensor, an axis, and further arguments; the names are for profilers.
 
-    Args:
-        forward, backward: Without autograd.
-        again: The backward, as it is differentiated in turn.
-        forward_name, backward_name: In the traces of profilers.
+    ``forward`` and ``backward`` run without autograd; ``again`` is the backward that is differentiated in turn.
     """
     forward = named_collective(forward_name)(forward) if forward_name else forward
     backward = named_collective(backward_name)(backward) if backward_name else backward
@@ -377,8 +374,8 @@ def gather_sum(
     """All-gather ``[..., n/axis] -> [..., n]`` into a sharded region; backward is a reduce-scatter.
 
     Args:
-        layout: of ``n``; by default every rank has as much as this one.
-        gathered: what the all-gather would make, where that is known already.
+        layout: Layout of ``n``; by default every rank has as much as this one.
+        gathered: Result of the all-gather, where it is known already.
     """
     return _apply(_GatherSum, x, axis, dim, layout or even_layout(x.shape[dim] * axis.size, axis.size), gathered)
 

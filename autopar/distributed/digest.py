@@ -34,11 +34,7 @@ def of_tensor(tensor: torch.Tensor) -> int:
     """Digest a tensor's bits in their order to a number of 62 bits. Shape and dtype do not count."""
     if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= _SMALL:
         return of_text(_bytes(tensor))
-    return of_checksum(*checksum(tensor).tolist())
-
-
-def of_checksum(plain: int, placed: int) -> int:
-    """Make one number of 62 bits of the two of :func:`checksum`."""
+    plain, placed = checksum(tensor).tolist()
     return (plain * 1_000_003 + placed) & ((1 << _BITS) - 1)
 
 
@@ -85,16 +81,13 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor's bits as integers, on its device: ``[]`` int64, the same for every order of adding up.
-
-    Equal tensors have equal sums on any device, others practically never.
-    """
+    """Sum a tensor's bits as integers: ``[]`` int64, the same on any device; of unequal tensors practically never."""
     return _bits(tensor).sum(dtype=torch.int64)
 
 
 def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return :func:`sum_of_bits` of each tensor, read from the device at once."""
-    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]
+    sums = [sum_of_bits(tensor) for tensor in tensors]
     return torch.stack(sums).tolist() if sums else []
 
 
@@ -107,19 +100,18 @@ def extremes(numbers: Sequence[int], group: Any) -> tuple[list[int], list[int]]:
 
 
 def number_groups_alike(group: Any) -> None:
-    """Let the ranks of a group give the next process group one name, or each would wait for the others forever.
+    """Let the ranks of a group give the next process group one name, or each would time out.
 
-    Since torch 2.14 it also counts groups that some ranks have made by themselves (``use_local_synchronization``).
+    Since torch 2.14 the name also counts groups that only some ranks have made (``use_local_synchronization``).
     """
     number_of_next_group(extremes([number_of_next_group()], group)[0][0])
 
 
 def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
-    """Broadcast rank 0's weights, tensor by tensor where they differ; returns those names. A collective of the world.
+    """Broadcast rank 0's weights where they differ; return the names of these. A collective of the world.
 
-    A model initialized at random without a seed differs on every rank. Called before the model is sharded; ranks whose
-    weights agree already exchange one checksum per tensor and nothing else. By name: some models register buffers in
-    the order of a set, which every process has its own of.
+    Ranks whose weights agree exchange one checksum for each tensor. They go by name: some models register
+    buffers in the order of a set, which differs between processes.
     """
     hollow = without_memory(model)
     tensors = {

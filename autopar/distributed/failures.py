@@ -1,15 +1,14 @@
-"""The failure log: what a rank publishes when it fails, and what the ranks read that waited for it in vain.
+"""The failure log: the reports of failed ranks, for the ranks that waited for them.
 
-A collective that fails says "connection closed by peer" or that time ran out: neither who, nor why. So every rank tells
-the others at the start in which process it runs, and a rank that fails publishes the reason in torch.distributed's
-key-value store, which under torchrun lives in the launcher and outlives every rank. A rank that waited in vain looks
-for processes that have ended (on its own machine that is certain) and reads the reports of the others.
+A collective that fails says "connection closed by peer" or that time ran out: neither who, nor why. So every rank
+announces its process at the start, and a rank that fails publishes the reason in torch.distributed's key-value store,
+which under torchrun lives in the launcher and outlives every rank. A rank that times out looks for processes that have
+ended (on its own machine that is certain) and reads the reports of the other ranks.
 
 ``execute_pipeline``, ``generate`` and ``optimizer.step()`` publish their errors themselves. In a user's own loop only
 Python's hook for uncaught exceptions runs. It belongs to the process, so this module keeps the logs of all models. An
-error of autopar ends in its sentence: frames of autopar and torch are hidden (``AUTOPAR_TRACEBACK=full`` shows them),
-and where every rank raises the same, rank 0 alone prints all of it. The sentence goes to torchrun's error file too, so
-that its "Root Cause" shows it.
+error of autopar ends in its sentence, also in torchrun's error file: frames of autopar and torch are hidden
+(``AUTOPAR_TRACEBACK=full`` shows them), and where every rank raises the same, rank 0 alone prints all of it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -40,7 +39,7 @@ from autopar.errors import AutoparError, PipelineError, first_line
 from autopar.swap import NotCopied
 
 GRACE = 3.0  # seconds that a rank is given to publish why it failed
-_GRACE_AFTER_DEATH = 1.0  # seconds for the others, once some process is known to have ended; and for the store
+_GRACE_AFTER_DEATH = 1.0  # seconds for the other ranks, once some process is known to have ended; and for the store
 _LONGEST = 4000  # characters of a report
 # In torch's words for a lost peer.
 _LOST = re.compile(
@@ -49,28 +48,14 @@ _LOST = re.compile(
 )
 
 
-class Report(NamedTuple):
-    """Last report of a rank.
-
-    Attributes:
-        text: empty if it published nothing.
-        pending: whether the rank still waits for the reports of others, so that more may come.
-        age: seconds since then.
-    """
-
-    text: str
-    pending: bool
-    age: int
-
-
 class FailureLog(NotCopied):
     """Failure reports of all ranks of one model. Collective: one object exchange over the world.
 
     Args:
-        timeout: seconds that a collective inside of :meth:`deadline` waits.
+        timeout: Seconds that a collective inside of :meth:`deadline` waits.
 
     Attributes:
-        name: prefix of the model's keys in the store, the same on all ranks.
+        name: Prefix of the model's keys in the store, identical on all ranks.
     """
 
     def __init__(self, mpu: MPU, timeout: float) -> None:
@@ -84,16 +69,16 @@ class FailureLog(NotCopied):
         self.name = everyone[0][1]  # of this log, the same on all ranks and in no other one
         self._store = PrefixStore(f"autopar failures {self.name}", default_store())
         self._published = False
-        self._in_deadline = False
+        self.in_deadline = False  # whether collectives are limited to ``timeout``
         self._found: tuple[int, list[Any]] = (-1, [])  # backends of so many groups
         self._store_lost = False  # it no longer answers
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
     def publish(self, text: str, *, pending: bool = False) -> None:
-        """Publish why this rank fails; ``pending``: as far as it knows, it still reads the reports of others."""
+        """Publish why this rank fails; ``pending``: it still reads other reports."""
         self._published = True
-        report = f"{'?' if pending else '!'}{time.time():.0f} {text[:_LONGEST]}"
+        report = f"{'?' if pending else '!'}{text[:_LONGEST]}"
         self._ask(lambda: self._store.set(str(self.mpu.rank), report))
 
     def publish_error(self, error: BaseException) -> None:
@@ -102,26 +87,23 @@ class FailureLog(NotCopied):
             self.publish(str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}")
 
     def clear(self) -> None:
-        """Delete the report of this rank: training goes on."""
+        """Delete the report of this rank: training continues."""
         if self._published:
             self._ask(lambda: self._store.set(str(self.mpu.rank), ""))
             self._published = False
 
-    def read(self, rank: int) -> Report:
-        """Read the last report of a rank."""
+    def read(self, rank: int) -> tuple[str, bool]:
+        """Read the last report of a rank, "" for none, and whether the rank still reads other reports."""
         key = str(rank)
         found = self._ask(lambda: self._store.get(key).decode(errors="replace") if self._store.check([key]) else "")
-        if not found:
-            return Report("", False, 0)
-        when, _, text = found[1:].partition(" ")
-        return Report(text, found[0] == "?", max(0, round(time.time() - float(when))))
+        return (found or "")[1:], (found or "").startswith("?")
 
     def has_ended(self, rank: int) -> bool:
         """Check whether the process of a rank has certainly ended."""
         return self._processes[rank].is_alive() is False
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """The store's answer; None if its process has ended, or does not answer: then it is not asked again."""
+        """Return the store's answer; None if its process has ended or does not answer: then it is not queried again."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -136,30 +118,28 @@ class FailureLog(NotCopied):
         return answers[0] if answers else None
 
     def describe(self, ranks: Iterable[int]) -> str:
-        """Describe the ranks for which this one waited in vain, and all whose process has ended: indented lines.
+        """Describe ``ranks``, which did not come, and all whose process has ended: indented lines.
 
-        Gives those that have published nothing :data:`GRACE` seconds to do so, and those whose report is pending a
-        little more.
+        Ranks that have published nothing get :data:`GRACE` seconds, those whose report is pending a little more.
         """
         asked = [rank for rank in ranks if rank != self.mpu.rank]
         start = time.monotonic()
         while True:
             ended = [rank for rank in range(len(self._processes)) if self.has_ended(rank)]
             reports = {rank: self.read(rank) for rank in sorted({*asked, *ended})}
-            silent = [rank for rank in asked if rank not in ended and not reports[rank].text]
-            pending = [rank for rank in asked if rank not in ended and reports[rank].pending]
+            silent = [rank for rank in asked if rank not in ended and not reports[rank][0]]
+            pending = [rank for rank in asked if rank not in ended and reports[rank][1]]
             waited = time.monotonic() - start
             limit = _GRACE_AFTER_DEATH if ended else GRACE
             if (not silent or waited > limit) and (not pending or waited > limit + _GRACE_AFTER_DEATH):
                 break
             time.sleep(0.05)
         lines = []
-        for rank, (text, unfinished, age) in reports.items():
+        for rank, (text, unfinished) in reports.items():
             if rank in ended:
                 lines.append(f"rank {rank} has ended: its process {self._processes[rank].pid} is gone.")
             if text and not (unfinished and (ended or silent)):  # they know no more than this one
-                ago = f" {age} s ago" if age > 1 else ""
-                lines.append(f"rank {rank} said{ago}: " + text.replace("\n", "\n    "))
+                lines.append(f"rank {rank} said: " + text.replace("\n", "\n    "))
         if silent and not ended:
             names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
             lines.append(f"{names} said nothing: hanging, late, or ended on another machine.")
@@ -168,7 +148,7 @@ class FailureLog(NotCopied):
     # -- errors of collectives -------------------------------------------------------------------------------------
 
     def failure(self, text: str, ranks: Iterable[int], error: Exception) -> PipelineError:
-        """Return the error of this rank, which waited for ``ranks`` in vain; publishes it."""
+        """Publish and return the error of this rank, which timed out waiting for ``ranks``."""
         self.publish(text, pending=True)
         text = f"{text}\n{self.describe(ranks)}\n  torch says: {first_line(error)}"
         self.publish(text)
@@ -187,7 +167,7 @@ class FailureLog(NotCopied):
         names = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
         kind = f"{names[axis]}-parallel" if axis in names else axis
         article = "an" if kind[0] in "aeiou" else "a"
-        return None if self._in_deadline else self.failure_of(error, f"{article} {kind} collective", ranks)
+        return None if self.in_deadline else self.failure_of(error, f"{article} {kind} collective", ranks)
 
     @contextlib.contextmanager
     def blame(self, collective: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -208,24 +188,18 @@ class FailureLog(NotCopied):
         with self.deadline(), self.blame(collective, ranks):
             yield
 
-    @property
-    def in_deadline(self) -> bool:
-        """Whether collectives are limited to ``timeout`` already."""
-        return self._in_deadline
-
     @contextlib.contextmanager
     def deadline(self) -> Iterator[None]:
         """Limit collectives inside to ``timeout`` seconds instead of torch's own timeout, and publish errors.
 
-        ``StopIteration`` is none. One thread at a time may use it, because the timeouts are those of the process
-        groups.
+        ``StopIteration`` is none. One thread at a time may use it: the timeouts belong to the process groups.
         """
-        if self._in_deadline or self.mpu.world_size == 1:
+        if self.in_deadline or self.mpu.world_size == 1:
             yield
             return
         before = [(backend, backend.options._timeout) for backend in self._backends()]
         self.clear()
-        self._in_deadline = True
+        self.in_deadline = True
         try:
             for backend, _ in before:
                 set_timeout(backend, timedelta(seconds=self.timeout))
@@ -236,7 +210,7 @@ class FailureLog(NotCopied):
             self.publish_error(error)
             raise
         finally:
-            self._in_deadline = False
+            self.in_deadline = False
             for backend, timeout in before:
                 set_timeout(backend, timeout)
 
@@ -251,10 +225,7 @@ class FailureLog(NotCopied):
 
 @contextlib.contextmanager
 def waiting(mpu: MPU, collective: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Limit and name a collective by the failure log of the model that ``mpu`` is of (:meth:`FailureLog.wait`).
-
-    A mesh that was made by hand has none.
-    """
+    """Limit and name a collective by the failure log of ``mpu`` (:meth:`FailureLog.wait`), if it has one."""
     with contextlib.nullcontext() if mpu.failures is None else mpu.failures.wait(collective, ranks):
         yield
 
@@ -262,39 +233,27 @@ def waiting(mpu: MPU, collective: str, ranks: Sequence[int]) -> Iterator[None]:
 _HIDDEN = ("autopar", "torch")  # packages whose frames an error of autopar does not show
 _HEAD_START = 1.0  # seconds: torchrun ends all ranks with the first, and rank 0 has the most to print
 
-Explain = Callable[[BaseException], str | None]
-_logs: weakref.WeakKeyDictionary[FailureLog, Explain] = weakref.WeakKeyDictionary()
+_logs: weakref.WeakSet[FailureLog] = weakref.WeakSet()
 
 
-def publish_uncaught(failures: FailureLog, explain: Explain) -> None:
-    """Publish in this failure log, from now on, the exception that ends this process.
-
-    Args:
-        explain: returns what to add to the exception's own words, or None.
-    """
+def publish_uncaught(failures: FailureLog) -> None:
+    """Publish in this failure log, from now on, the exception that ends this process."""
     if failures.mpu.world_size > 1:
-        _logs[failures] = explain
+        _logs.add(failures)
         shorten_uncaught()
         end_after_gloo()
 
 
 def shorten_uncaught() -> None:
     """Let errors of autopar that end this process end in a sentence, from now on."""
-    if not getattr(sys.excepthook, "_autopar", False):
-        _install()
-
-
-def _install() -> None:
+    if getattr(sys.excepthook, "_autopar", False):
+        return
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            for failures, explain in list(_logs.items()):
+            for failures in list(_logs):
                 _publish(failures, error)
-                note = explain(error)
-                told = any(each.startswith("autopar: ") for each in getattr(error, "__notes__", ()))
-                if note is not None and not told:
-                    error.add_note(note)
             if isinstance(error, AutoparError) and os.environ.get("AUTOPAR_TRACEBACK") != "full":
                 trace = _shorten(error, trace)
             _tell_torchrun(error, trace)
@@ -316,7 +275,7 @@ def _publish(failures: FailureLog, error: BaseException) -> None:
 
 
 def _shorten(error: AutoparError, trace: TracebackType | None) -> TracebackType | None:
-    """Take from an error that ends the process what only developers of autopar read, and return its traceback."""
+    """Strip from an error that ends the process what only developers of autopar read; return its traceback."""
     cause = error.__cause__
     if error.told_by_rank_0:
         error.args, error.__notes__, trace = (f"{first_line(error)} (rank 0 prints all of it)",), [], None
@@ -338,7 +297,7 @@ def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
-    """Write the sentence of an error to where torchrun looks, unless the script's own ``@record`` has."""
+    """Write the sentence of an error to torchrun's error file, unless the script's own ``@record`` has."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or not isinstance(error, Exception) or Path(file).exists():
         return

@@ -1,6 +1,6 @@
 """Collectives of CPU tensors over gloo, with short waits that do not sleep.
 
-gloo works in a thread of its own, and to sleep until it is done takes longer than the work. So the caller asks for a
+gloo works in another thread, and to sleep until it is done takes longer than the work. So the caller asks for a
 while whether it is, giving the core to other processes, before it sleeps. Not where a machine has more ranks than
 cores: there it would take them from ranks that compute. Tensors on GPUs, other backends, and graphs of torch.compile
 get torch's own waits.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from autopar.compat.c10d import default_group, in_fake_world
 
 _CROWDED = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > (os.cpu_count() or 1)
 _POLL = 0.0 if _CROWDED else 1e-3  # seconds; who waits longer sleeps, and leaves the core to another rank
-
-_yield: Callable[[], Any] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
@@ -56,7 +53,7 @@ def all_to_all_single(
 
 
 def broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Overwrite a contiguous ``x`` by that of the global rank ``source``."""
+    """Overwrite a contiguous ``x`` by the global rank ``source``'s."""
     finish(dist.broadcast(x, source, group=group, async_op=_is_gloo(x, group)))
 
 
@@ -67,7 +64,7 @@ def finish(work: dist.Work | None) -> None:
     if not work.is_completed() and not in_fake_world():
         end = time.perf_counter() + _POLL
         while not work.is_completed() and time.perf_counter() < end:
-            _yield()
+            os.sched_yield()
     work.wait()
 
 

@@ -7,24 +7,15 @@ Ranks count tp fastest, then cp, then dp, then pp, as in Megatron-LM. With 16 ra
     dp: [0, 4] [1, 5] [2, 6] ...      ranks that hold the same shard and get other sequences
     pp: [0, 8] [1, 9] [2, 10] ...     ranks that hold consecutive stages of one replica
 
-Axes are joined where ranks have something alike::
-
-    dp_cp: [0, 2, 4, 6] ...           the same shard: gradients are averaged, optimizer states sharded
-    tp_cp: [0, 1, 2, 3] ...           the same batch, within a stage
-    model: [0, 1, 2, 3, 8, ...] ...   the same batch: all ranks of one replica (tp x cp x pp)
-    tp_pp: [0, 1, 8, 9] ...           together one copy of the weights: norms
-
-Experts of a mixture may be sharded over more ranks than the other layers: over the innermost replicas, too. With 8
-ranks, tp 2 and an expert-parallel size of 4::
-
-    ep: [0, 1, 2, 3] [4, 5, 6, 7]     ranks that hold different experts of the same layers
-    edp: [0, 4] [1, 5] [2, 6] ...     ranks that hold the same experts and get other sequences
+Joined axes (``dp_cp``, ``tp_cp``, ``tp_pp``, ``model``) go through all ranks of the axes in their name. Experts of a
+mixture may be sharded over more ranks than the other layers: over the innermost replicas, too. With 8 ranks, tp 2 and
+an expert-parallel size of 4 ``ep`` is [0, 1, 2, 3] [4, 5, 6, 7], and ``edp`` [0, 4] [1, 5] [2, 6] [3, 7].
 
 An MPU has no module-level state: two of them, with two shapes, may exist in one process.
 
 The process groups of a mesh are destroyed when all ranks have dropped it: torch keeps a group, its threads and its
 connections until then. Two meshes never share a group: their models may run in different threads, and a collective
-that fails leaves messages behind.
+that fails leaves messages in it.
 """
 
 from __future__ import annotations
@@ -95,12 +86,12 @@ _DIMS = ("pp", "edp", "inner", "cp", "tp")  # the same, with dp in two
 def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, list[list[int]]]:
     """Return the global ranks of every group of every axis; each axis partitions the world. Pure arithmetic.
 
-    Joined axes vary what they name: ``dp_cp``, ``tp_cp``, ``tp_pp``, and ``model``, one whole model replica (tp x cp x
-    pp). ``embedding`` groups the first and last stage, which both hold tied embeddings.
+    Joined axes vary the axes in their name; ``model`` is one model replica (tp x cp x pp). ``embedding`` groups the
+    first and last stage, which both hold tied embeddings.
 
     Args:
-        experts: the expert-parallel size. Above tp, ``ep`` joins tp and the innermost replicas, ``edp`` the others.
-        zero: neighbours in ``dp_cp`` over which FSDP2 shards, the axis ``fsdp``; ranks with the same rows: ``hsdp``.
+        experts: Expert-parallel size. Above tp, ``ep`` joins tp and the innermost replicas, ``edp`` the other replicas.
+        zero: Number of neighbours in ``dp_cp`` over which FSDP2 shards (``fsdp``); ``hsdp`` joins equal rows.
     """
     inner = max(experts // sizes.tp, 1)
     ranks = np.arange(math.prod(sizes)).reshape(sizes.pp, sizes.dp // inner, inner, sizes.cp, sizes.tp)
@@ -112,12 +103,9 @@ def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, 
         size = math.prod(ranks.shape[dim] for dim in dims)
         return ranks.transpose(*fixed, *dims).reshape(-1, size).tolist()
 
-    groups = {name: groups_of(name) for name in ("tp", "dp", "pp")}
-    groups["model"] = groups_of("pp", "cp", "tp")
-    groups |= {name: groups_of(*name.split("_")) for name in ("cp", "dp_cp")}
-    groups |= {"tp_cp": groups_of("cp", "tp"), "tp_pp": groups_of("pp", "tp")}
-    groups |= {"ep": groups_of("ep"), "edp": groups_of("edp")}
-    groups |= {"edp_cp": groups_of("edp", "cp"), "ep_pp": groups_of("pp", "inner", "tp")}
+    groups = {name: groups_of(*name.split("_")) for name in ("tp", "dp", "pp", "cp", "dp_cp", "ep", "edp", "edp_cp")}
+    groups |= {"model": groups_of("pp", "cp", "tp"), "tp_cp": groups_of("cp", "tp"), "tp_pp": groups_of("pp", "tp")}
+    groups["ep_pp"] = groups_of("pp", "inner", "tp")
     if zero:
         joint = groups["dp_cp"]
         groups["fsdp"] = [line[at : at + zero] for line in joint for at in range(0, len(line), zero)]
@@ -131,37 +119,29 @@ class MPU(NotCopied):
 
     Every process of the world makes it, at the same point of the program, with the same sizes.
 
-    Args:
-        tensor_parallel_size: ranks over which layers are sharded.
-        pipeline_parallel_size: stages. The data-parallel size is world_size / (tp * cp * pp).
-        cpu_transport: what carries collectives of the tensor-parallel axis on the CPU: ``gloo``, ``shm`` (memory that
-            the ranks of one machine share), or ``auto``.
-        context_parallel_size: ranks that share the sequences of a batch.
-        reduce_dtype: in which tensors of half precision are summed: ``same``, their own dtype, or ``fp32``.
-        expert_parallel_size: ranks over which the experts of mixtures are sharded by number: 1, or a multiple of the
-            tensor-parallel size.
-        zero_shard_size: neighbouring ranks of ``dp_cp`` over which ZeRO's stages 2 and 3 shard; 0: all of them.
+    The arguments are keys of the configuration (``docs/configuration.md``). The data-parallel size is the rest of the
+    world: ``world_size / (tp * cp * pp)``.
 
     Attributes:
-        tp: the axis (:class:`~autopar.distributed.axis.Axis`) of the ranks that hold the other shards of its layers.
-        cp: of the ranks that share its sequences.
-        dp: of the ranks that hold the same shard and read other data.
-        pp: of the stages of its replica.
-        dp_cp: of the ranks that hold the same shard; ``dp`` itself where cp is 1.
-        tp_cp: of the ranks of a stage that get the same batch; ``tp`` itself where cp is 1.
-        model: of all ranks that get the same batch, one model replica.
-        tp_pp: of ranks that together hold each shard once; ``model`` itself where cp is 1.
-        ep: of the ranks that hold the other experts of its layers; this rank alone where that size is 1.
-        edp: of the ranks that hold the same experts and read other data; ``dp`` itself unless ep is above tp.
-        shards: of the ranks that together hold the weights of a stage: ``ep`` where it is above tp, else ``tp``.
-        copies: of the ranks that hold the same shards as this one, experts among them.
-        fsdp: of the ranks over which ZeRO's stages 2 and 3 shard; ``dp_cp`` itself, or a part of it.
-        shards_pp: of the ranks that together hold the weights of all stages.
+        tp: Axis (:class:`~autopar.distributed.axis.Axis`) of the ranks that hold the other shards of its layers.
+        cp: Axis of the ranks that share its sequences.
+        dp: Axis of the ranks that hold the same shard and read other data.
+        pp: Axis of the stages of its replica.
+        dp_cp: Axis of the ranks that hold the same shard; ``dp`` itself where cp is 1.
+        tp_cp: Axis of the ranks of a stage that get the same batch; ``tp`` itself where cp is 1.
+        model: Axis of all ranks that get the same batch, one model replica.
+        tp_pp: Axis of ranks that together hold each shard once; ``model`` itself where cp is 1.
+        ep: Axis of the ranks that hold the other experts of its layers; this rank alone at size 1.
+        edp: Axis of the ranks that hold the same experts and read other data; ``dp`` itself unless ep is above tp.
+        shards: Axis of the ranks that together hold the weights of a stage: the larger one of ``ep`` and ``tp``.
+        copies: Axis of the ranks that hold the same shards as this one, experts among them.
+        fsdp: Axis over which ZeRO's stages 2 and 3 shard; ``dp_cp`` itself, or a part of it.
+        shards_pp: Axis of the ranks that together hold the weights of all stages.
         sizes: ``MeshSizes(tp, pp, dp, cp)``.
-        device: where this rank computes: its GPU under nccl, another accelerator under its own backend, else the CPU.
-        failures: the failure log of the model that the mesh is of; None of one that was made by hand.
-        alive: whether the process groups exist: from the start until :meth:`destroy`.
-        random_tracker: the named random streams, after ``tensor_parallel.manual_seed`` was called with this MPU.
+        device: Device of this rank: its GPU under nccl, another accelerator under its own backend, else the CPU.
+        failures: Failure log of the model; None for a mesh made by hand.
+        alive: True until :meth:`destroy`: the process groups exist.
+        random_tracker: Named random streams, after ``tensor_parallel.manual_seed`` was called with this MPU.
 
     Raises:
         ConfigError: if the sizes do not divide the world, with those that would fit; if ``shm`` is impossible.
@@ -181,6 +161,7 @@ class MPU(NotCopied):
         config = ParallelConfig(
             tp, pp, ep, cpu_transport=cpu_transport, context_parallel_size=cp, reduce_dtype=reduce_dtype
         )
+        registry.check_settings(config)
         start_process_group()
         world = dist.get_world_size()
         ParallelConfig.parse(config, world)
@@ -219,8 +200,6 @@ class MPU(NotCopied):
         else:
             self.control = dist.group.WORLD
         try:
-            if cpu_transport == "shm":
-                registry.need("host_transport", "cpu_transport: shm")
             for _, choose in registry.entries("transports"):
                 self.tp.transport = self.tp.transport or choose(self.tp, groups["tp"], cpu_transport, self.control)
         except ConfigError:
@@ -344,7 +323,7 @@ class MPU(NotCopied):
                 if name in vars(names):
                     return vars(names)[name].__get__(self, type(self))
             hint = nearest(name, [one for one in dir(self) if not one.startswith("_")], cutoff=0.6)
-            hint = hint or registry.missing("megatron", "Names of Megatron-LM")
+            hint = hint or registry.missing("toolbox", "Names of Megatron-LM")
             raise AttributeError(f"an MPU has no {name!r}.{hint}", name=name)
 
     def __dir__(self) -> list[str]:

@@ -1,15 +1,14 @@
-"""This process: its identity, its accelerator, and how it joins the others from torchrun's environment.
+"""This process: its identity, its accelerator, and how it joins the world from torchrun's environment.
 
 [Note: restarts and the store] With torch 2.13 the ranks of every attempt (``torchrun --max-restarts``, ``--nnodes
-1:2``) use one store, in which those of the last one have left their addresses. A rank that starts earlier than the
-others reads theirs and waits for processes that are gone. So the ranks of an attempt agree on a name for it, under
-which the process group keeps its keys. Nobody knows that name before, not even the number of the attempt, which differs
-between nodes.
+1:2``) use one store, with the addresses of earlier attempts. A rank that starts early would read those and wait for
+processes that are gone. So the ranks of an attempt agree on a name for it, under which the process group keeps its
+keys. The number of the attempt differs between nodes.
 
-[Note: the end of a process] torch 2.13 attaches an object of Python to each collective of a backward pass. A thread of
-gloo drops it, for which it needs the interpreter. Where that ends first, the thread is ended inside of a destructor and
-the process aborts: more than half of the scripts do whose last line is a backward pass, also without this package.
-``destroy_process_group`` does not end these threads while a model still refers to its groups.
+[Note: the end of a process] torch 2.13 attaches a Python object to each collective of a backward pass. A thread of gloo
+drops it, for which it needs the interpreter. If that ends first, the process aborts in a destructor: more than half of
+the scripts do whose last line is a backward pass, also without this package. ``destroy_process_group`` does not end
+these threads while a model still refers to its groups.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class Process(NamedTuple):
     """Identity of a process, from which another process can tell whether it is still alive.
 
     Attributes:
-        place: the machine, since it was started, and the namespace in which ``pid`` counts.
-        started: start time in the kernel's ticks; empty where the kernel does not tell.
+        place: The machine, since it was started, and the namespace in which ``pid`` counts.
+        started: Start time in the kernel's ticks; "" where ``/proc`` cannot be read.
     """
 
     place: str
@@ -62,17 +61,9 @@ class Process(NamedTuple):
         return cls(_place(), os.getpid(), _status(os.getpid())[1])
 
     def is_alive(self) -> bool | None:
-        """Check whether the process runs; None if that cannot be told, because it runs on another machine."""
+        """Check whether the process runs; None if it runs on another machine."""
         if self.place != _place():
             return None
-        if not self.started:
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                return False
-            except OSError:
-                return None
-            return True
         state, started = _status(self.pid)
         return None if state == "?" else state not in "ZX" and started == self.started
 
@@ -97,13 +88,11 @@ def _status(pid: int) -> tuple[str, str]:
 
 
 class Accelerator:
-    """A kind of device, by torch's names: what torch finds beside the CPU that has a collective backend of its own.
-
-    CUDA has nccl, XPU xccl; devices that torch learns of from elsewhere register theirs. MPS has gloo: it is none.
+    """A kind of device, by torch's names, that has a collective backend.
 
     Attributes:
         type: ``cuda``, ``xpu`` and the like.
-        backend: of its collectives: ``nccl``, ``xccl``.
+        backend: Backend of its collectives: ``nccl``, ``xccl``.
         module: ``torch.cuda`` or its like: devices, generators, streams.
     """
 
@@ -127,10 +116,6 @@ class Accelerator:
         backend = {type: name for type, _, name in entries}.get(self.type)
         return None if backend in _OF_THE_HOST else backend
 
-    def seeded(self, seed: int) -> torch.Tensor:
-        """Return the state of a generator right after seeding."""
-        return torch.Generator(self.type).manual_seed(seed).get_state()
-
 
 def accelerator() -> Accelerator | None:
     """Return the accelerator, None on a machine that has none."""
@@ -142,7 +127,7 @@ def accelerator() -> Accelerator | None:
 
 
 def device_of_numbers(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return where numbers of the host travel in a group: on the CPU if they can, so that nobody waits for a device."""
+    """Return where numbers of the host travel in a group: on the CPU if possible, so that no device waits."""
     found = accelerator()
     on_host = found is None or "cpu:" in str(dist.get_backend_config(group))
     return torch.device("cpu") if found is None or on_host else found.device
@@ -151,8 +136,8 @@ def device_of_numbers(group: dist.ProcessGroup | None = None) -> torch.device:
 def start_process_group() -> None:
     """Start torch.distributed from torchrun's environment, or alone without it; nothing if it runs already.
 
-    gloo serves CPU tensors always, nccl CUDA tensors where there are GPUs, and another accelerator has its own backend.
-    The current device becomes ``LOCAL_RANK``. Raises ConfigError if there are more processes on this machine than GPUs.
+    gloo serves CPU tensors always, the accelerator's backend its own. The current device becomes ``LOCAL_RANK``. Raises
+    ConfigError if there are more processes on this machine than GPUs.
     """
     if dist.is_initialized():
         return
@@ -178,13 +163,12 @@ def start_process_group() -> None:
 
 
 def name_of_attempt(store: Any, rank: int, world: int) -> str:
-    """Agree with the other ranks that are alive on a name that no earlier attempt has used. Every rank calls it.
+    """Agree with the other live ranks on a name that no earlier attempt has used. Every rank calls it.
 
-    Each rank leaves a word that nobody used before. Rank 0 answers to every word that it finds, the old ones included,
-    until all ranks have thanked for the answer to theirs.
+    Each rank leaves a new word. Rank 0 answers every word that it finds, old ones too, until all ranks have thanked.
 
     Args:
-        store: of torch, with whatever earlier attempts have left in it.
+        store: Store of torch, with the keys of earlier attempts.
 
     Raises:
         torch.distributed.DistStoreError: a rank did not come within the store's timeout.
@@ -212,11 +196,6 @@ def name_of_attempt(store: Any, rank: int, world: int) -> str:
 
 
 def cores_of_a_rank(ranks: int) -> int:
-    """Count the cores of this machine that each rank has, at least 1.
-
-    Args:
-        ranks: of the job; all of them are taken to be on this machine unless torchrun says how many are.
-    """
+    """Count the cores of this machine for each of its ranks (all ``ranks`` unless torchrun counts them), at least 1."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, here))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, here))

@@ -1,7 +1,7 @@
 """The default random generators of a process: torch's on the CPU and on its GPU, Python's, numpy's.
 
 A model draws from any of them: dropout from torch's, SpecAugment from numpy's, some layer drops from Python's. So all
-of them are saved, broadcast and compared together. The only code that sets their states.
+are saved, broadcast and compared together. No other code sets their states.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ _begun: list[TorchGenerators] = []  # the states with which the last stream bega
 
 
 class TorchGenerators(NamedTuple):
-    """States of torch's default generators.
-
-    Attributes:
-        cpu: of the CPU.
-        cuda: of the current GPU or other accelerator; None where it was not used so far.
-    """
+    """States of torch's default generators, on the CPU and on the current accelerator (None if unused so far)."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
@@ -49,7 +44,7 @@ class TorchGenerators(NamedTuple):
         """Return the states right after seeding; the generators of this process are left alone."""
         cpu = torch.Generator().manual_seed(seed).get_state()
         found = accelerator() if cuda else None
-        return cls(cpu, None if found is None else found.seeded(seed))
+        return cls(cpu, None if found is None else torch.Generator(found.type).manual_seed(seed).get_state())
 
     def digests(self) -> dict[str, str]:
         """Hash each state: name for messages -> 12 characters."""
@@ -64,13 +59,7 @@ class TorchGenerators(NamedTuple):
 
 
 class Generators(NamedTuple):
-    """States of all default generators.
-
-    Attributes:
-        torch: of torch, on the CPU and the current GPU.
-        python: of :mod:`random`.
-        numpy: of ``numpy.random``, the global one.
-    """
+    """States of all default generators: torch's, Python's :mod:`random`, the global one of ``numpy.random``."""
 
     torch: TorchGenerators
     python: Any
@@ -131,7 +120,7 @@ def begun_stream() -> dict[str, str]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from torch's default generators as seeded with ``seed``; afterwards they go on where they were."""
+    """Draw from torch's default generators as seeded with ``seed``; afterwards they continue where they were."""
     before = TorchGenerators.now()
     seed_torch(seed)
     try:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.call_site import frames_of
-from autopar.compat.patches import patch_body, patch_member, patch_name
+from autopar.compat.patches import patch_body, patch_member
 from autopar.compat.tensors import steps_of
 from autopar.data_parallel.gradients import ReplicaNorm
 from autopar.distributed.collectives import all_gather, even_layout
@@ -313,6 +313,6 @@ def install() -> None:
         patch_member(accelerate.accelerator.Accelerator, name, body)
     patch_member(accelerate.scheduler.AcceleratedScheduler, "step", _step)
     patch_member(accelerate.state.PartialState, "split_between_processes", _split)
-    patch_name(operations, "_gpu_gather", _gather)
-    patch_name(operations, "_gpu_gather_object", _gather_object)
+    patch_member(operations, "_gpu_gather", _gather)
+    patch_member(operations, "_gpu_gather_object", _gather_object)
     patch_body(operations.reduce, "function", _reduce)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.compat.patches import patch_member, patch_name
+from autopar.compat.patches import patch_member
 from autopar.data_parallel.gradients import ReplicaNorm
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
@@ -26,7 +26,7 @@ def install() -> None:
     from deepspeed.runtime import engine
 
     patch_member(engine.DeepSpeedEngine, "__init__", _init)
-    patch_name(engine, "clip_grad_norm_", _clip_grad_norm)
+    patch_member(engine, "clip_grad_norm_", _clip_grad_norm)
 
 
 def _init(plain: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:

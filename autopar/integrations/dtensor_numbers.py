@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.call_site import place_of_user
 from autopar.compat.c10d import gathered_parameters
-from autopar.compat.patches import patch_entry, patch_name, patch_setter
+from autopar.compat.patches import patch_entry, patch_member, patch_setter
 from autopar.compat.tensors import ITEM, RANDOM, name_of_operator, operators_of_dtensors
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.distributed.agree import meet
@@ -43,7 +43,7 @@ def install() -> None:
     for operator in RANDOM:
         patch_entry(table, f"{kind}.{name_of_operator(operator)}", operator, _draw)
     patch_setter(DTensor, "data", _assign)
-    patch_name(torch.autograd, "grad", _grad)
+    patch_member(torch.autograd, "grad", _grad)
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ def scaled_attributes(scope: Scope, modules: Mapping[str, ModulePlan]) -> Iterat
 
 
 def _scaled(value: int, ratio: Ratio, counts: Mapping[str, int], scope: Scope, shown: str) -> tuple[int, ...]:
-    """``value`` of the whole model -> the value of each rank."""
+    """Return the value of each rank for the model's ``value``."""
     table, tp = scope.table, scope.table.size
     if len(ratio.parts) > 1 or (ratio.parts[0].width is not None and ratio.per is None):
         layout = table.layout(ratio.parts, 0, value, shown, ratio.where, scope.block)
@@ -118,14 +118,14 @@ def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan]]:
 
 
 def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: int = 1) -> Plan:
-    """Return what each of ``tp`` ranks will hold of ``root``. Works on the meta device and in one process.
+    """Return the shards of ``root`` on each of ``tp`` ranks. Works on the meta device and in one process.
 
     Args:
-        experts: ranks over which mixtures are sharded by expert, a multiple of ``tp``; 1: each expert is sharded.
+        experts: Ranks over which mixtures are sharded by expert, a multiple of ``tp``; 1: each expert is sharded.
 
     Raises:
         PolicyError: the policy does not describe this model (file and line).
-        ConfigError: the size does not fit (both numbers, and what would).
+        ConfigError: the size does not fit (both numbers, and a size that does).
     """
     described = Described.of(root, policy)
     policy, prefix, model = described.policy, described.prefix, described.model
@@ -143,7 +143,7 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     expert_rules: Collection[str] = ()
     if experts > 1:
         where = next((match.rule.where for match in matches if match.rule.by_expert is not None), policy.where)
-        lay = registry.entry("matches", BY_EXPERT, where)
+        lay = registry.entry("matches", BY_EXPERT, f"the rule '{BY_EXPERT}' ({where})")
         matches, expert_attributes, expert_rules = lay(matches, root, experts)
     for bare in (False, True):  # a bare parameter that is tied to one which a layer's rule shards follows that rule
         for match in matches:
@@ -167,7 +167,7 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
         if special and plan.rule in ("sharded", "replicated", "norm_over") and parent and parent not in modules:
             modules[parent] = ModulePlan(parent, "", plan.where)
     _check_ties(root, layouts, modules, {match.path for match in matches if not isinstance(match.module, nn.Module)})
-    if missing := [join(prefix, name) for name, parameter in model.named_parameters() if parameter not in layouts]:
+    if missing := [join(prefix, name) for name, parameter in model.named_parameters() if id(parameter) not in layouts]:
         raise PolicyError(
             f"no rule covers {len(missing)} parameters of {type(model).__name__}: {listed(missing)}. "
             "Every parameter needs a rule; 'replicated' keeps one whole.",
@@ -181,7 +181,8 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
         wide |= {path for path, plan in modules.items() if plan.extension}
         modules, attributes = {path: plan for path, plan in modules.items() if path in mixtures | wide}, []
     by_id, over_replicas = layouts.over(tp, max(tp, experts))
-    tensors = plan_tensors(root, prefix, model, by_id, layouts.places())
+    places = {key: str(match.rule.where) for key, (_, match, _) in layouts.items()}
+    tensors = plan_tensors(root, prefix, model, by_id, places)
     return Plan(
         tp=tp,
         model_type=model_type_of(model),
@@ -202,10 +203,9 @@ def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:
     if isinstance(match.module, torch.Tensor) and not isinstance(match.module, nn.Parameter):
         return []
     if match.rule.extension:
-        raise PolicyError(
+        raise match.error(
             f"'{match.rule.extension[0]}' of {match.shown} extends the rule of a sharded layer, and the layer stays "
-            "replicated here ('or_whole').",
-            match.rule.where,
+            "replicated here ('or_whole')."
         )
     return [replace(match, rule=replace(match.rule, kind="replicated", parts=(), gather_output=False, split_input=False,
                                       enter_output=False, inside=False, dim=None, by_expert=None))]  # fmt: skip
@@ -222,77 +222,45 @@ def _distinct_matches(matches: list[RuleMatch], names: Mapping[str, str]) -> lis
     found: dict[int, RuleMatch] = {}
     result = []
     for match in matches:
-        if isinstance(match.module, nn.Module):
-            path = names[match.path]
-        else:
-            holder, _, name = match.path.rpartition(".")
-            path = join(names[holder], name)
-        if path != match.path:
-            known = found.get(id(match.module))
-            if known is not None and replace(known.rule, where=match.rule.where) == match.rule:
-                continue
-        first = replace(match, path=path)
-        found[id(match.module)] = first
-        result.append(first)
+        holder, _, name = match.path.rpartition(".")
+        path = names[match.path] if isinstance(match.module, nn.Module) else join(names[holder], name)
+        known = found.get(id(match.module)) if path != match.path else None
+        if known is None or replace(known.rule, where=match.rule.where) != match.rule:
+            found[id(match.module)] = replace(match, path=path)
+            result.append(found[id(match.module)])
     return result
 
 
-class _Layouts:
-    """Parameter or buffer -> its layout and the match that gave it; modules with the same one (tied) must agree."""
+class _Layouts(dict[int, tuple[Layout | None, RuleMatch, str]]):
+    """``id`` of a parameter or buffer -> its layout, the match that gave it, and its name there."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Layout | None, RuleMatch, str]] = {}
-
-    def note(
-        self, tensor: torch.Tensor, layout: Layout | None, match: RuleMatch, name: str, *, yields: bool
-    ) -> Layout | None:
-        """Return the layout that is valid; a bare parameter's ``replicated`` yields to a layer's rule."""
-        known = self._known.setdefault(id(tensor), (layout, match, name))
-        if known[0] != layout and not (yields and layout is None):
-            other = known[1]
-            raise PolicyError(
-                f"{join(match.path, name)} is the same tensor as {join(other.path, known[2])}, but {_words(layout)} "
-                f"here and {_words(known[0])} by {other.rule.where}",
-                match.rule.where,
+    def note(self, tensor: torch.Tensor, layout: Layout | None, match: RuleMatch, name: str, *, bare: bool) -> None:
+        """Note the layout of a tensor; tied ones must agree, but a bare parameter yields to a layer's rule."""
+        known, other, other_name = self.setdefault(id(tensor), (layout, match, name))
+        if known != layout and not (bare and layout is None):
+            raise match.error(
+                f"{join(match.path, name)} is the same tensor as {join(other.path, other_name)}, but {_words(layout)} "
+                f"here and {_words(known)} by {other.rule.where}"
             )
-        return known[0]
 
-    def by_id(self) -> Mapping[int, Layout | None]:
-        return {key: layout for key, (layout, _, _) in self._known.items()}
-
-    def over(self, tp: int, ranks: int) -> tuple[Mapping[int, Layout | None], set[int]]:
-        """Return layouts over ``ranks``, and the tensors that are sharded over all: others over each ``tp`` of them."""
-        found = self.by_id()
+    def over(self, tp: int, ranks: int) -> tuple[dict[int, Layout | None], set[int]]:
+        """Return layouts over ``ranks``, and the tensors sharded over all of them, not over each ``tp`` of them."""
+        found = {key: layout for key, (layout, _, _) in self.items()}
         wide = {key for key, layout in found.items() if layout is not None and layout.axis_size > tp}
-        spread = {
-            key: None if layout is None else layout.repeated(ranks // layout.axis_size) for key, layout in found.items()
-        }
-        return (found if ranks == tp else spread), wide
-
-    def places(self) -> Mapping[int, str]:
-        """Return ``file:line`` of the rule of each tensor."""
-        return {key: str(match.rule.where) for key, (_, match, _) in self._known.items()}
-
-    def match(self, tensor: torch.Tensor) -> RuleMatch:
-        """Return the match that came first."""
-        return self._known[id(tensor)][1]
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._known
+        if ranks > tp:
+            found = {key: layout and layout.repeated(ranks // layout.axis_size) for key, layout in found.items()}
+        return found, wide
 
 
 def _add(rule: TensorRule, match: RuleMatch, modules: dict[str, ModulePlan], layouts: _Layouts, bare: bool) -> None:
     for name, tensor, layout in rule.tensors:
-        layouts.note(tensor, layout, match, name, yields=bare)
+        layouts.note(tensor, layout, match, name, bare=bare)
     plan = rule.plan
-    if plan is None:
-        return
-    known = modules.get(plan.path)
-    if known is None:
-        modules[plan.path] = plan
+    known = None if plan is None else modules.setdefault(plan.path, plan)
+    if plan is None or known is None or known is plan:
         return
     if known.rule and plan.rule:
-        raise PolicyError(f"{match.path} is matched by two rules, here and in {known.where}", match.rule.where)
+        raise match.error(f"{match.path} is matched by two rules, here and in {known.where}")
     modules[plan.path] = replace(
         known if known.rule else plan,
         layouts={**known.layouts, **plan.layouts},
@@ -334,17 +302,13 @@ def _distinct(attributes: list[AttributePlan]) -> list[AttributePlan]:
 
 
 def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, ModulePlan], bare: Collection[str]) -> None:
-    """Check that each module with a sharded parameter has a rule: a tied one without would compute as if whole."""
-    by_id = layouts.by_id()
+    """Check that each module with a sharded parameter has a rule: a tied one without would compute with the shard."""
     for path, module in root.named_modules():
         for name, parameter in own_parameters(module).items():
-            if parameter is None or by_id.get(id(parameter)) is None or join(path, name) in bare:
+            layout, other, _ = layouts.get(id(parameter), (None, None, ""))
+            if layout is None or other is None or join(path, name) in bare:
                 continue
             plan = modules.get(path)
             if plan is None or name not in plan.layouts:
-                other = layouts.match(parameter)
-                raise PolicyError(
-                    f"{join(path, name)} is the same tensor as {join(other.path, name)}, which this rule shards, "
-                    "but has no rule that shards it",
-                    other.rule.where,
-                )
+                same = f"{join(path, name)} is the same tensor as {join(other.path, name)}"
+                raise other.error(f"{same}, which this rule shards, but has no rule that shards it")

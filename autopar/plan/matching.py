@@ -33,12 +33,12 @@ from autopar.stored import block_of
 
 @dataclass(frozen=True)
 class Scope:
-    """A block, a section of a tower, or the head: where paths start, and inside which regions open and close.
+    """A block, a section of a tower, or the head: the root of paths, inside which regions open and close.
 
     Attributes:
-        path: dotted path of ``root``.
-        name: what stands for the scope in messages and comparisons.
-        table: the units that hold here.
+        path: Dotted path of ``root``.
+        name: Name in messages and comparisons.
+        table: Units that hold here.
         block: ``root`` if it is a block.
     """
 
@@ -68,6 +68,10 @@ class RuleMatch:
     shown: str
     rules: Callable[[RuleMatch], Iterator[Any]] | None = None
 
+    def error(self, text: str) -> PolicyError:
+        """Return an error at the line of the rule."""
+        return PolicyError(text, self.rule.where)
+
     def count(self, unit: str) -> int | None:
         """Return how many units there are here; None if the policy leaves it to the parameter."""
         return self.scope.table.count(unit, self.scope.block)
@@ -77,7 +81,7 @@ class RuleMatch:
         return self.scope.table.number(expression, self.scope.block, self.shown, self.rule.where)
 
     def layout(self, parts: Sequence[Part], dim: int, elements: int, shown: str = "") -> Layout:
-        """Return the layout of ``parts`` along a dim of ``elements``, of this module or of what is ``shown`` in it."""
+        """Return the layout of ``parts`` along a dim of ``elements``, of this module or of a part that is ``shown``."""
         try:
             return self.scope.table.layout(parts, dim, elements, shown or self.shown, self.rule.where, self.scope.block)
         except PolicyError as error:
@@ -92,7 +96,7 @@ class RuleMatch:
 def all_scopes(
     policy: Policy, prefix: str, model: nn.Module, tp: int, policy_of: Callable[[PreTrainedModel], Policy] = find_policy
 ) -> Iterator[Scope]:
-    """Yield every scope of a policy on a model, and those of the models inside it by their own policies."""
+    """Yield every scope of a policy on a model, and of the models inside it by their own policies."""
     if tp > 1:
         check_kernels(policy, model)
     name, base = base_of(model)
@@ -102,11 +106,8 @@ def all_scopes(
         config = config_of(model)
         for step in tower.config.split(".") if tower.config else ():
             if not hasattr(config, step):
-                hint = nearest(step, vars(config))
-                raise PolicyError(
-                    f"tower '{tower.name}' reads config.{tower.config}, which {type(config).__name__} lacks.{hint}",
-                    tower.where,
-                )
+                lacks = f"which {type(config).__name__} lacks.{nearest(step, vars(config))}"
+                raise PolicyError(f"tower '{tower.name}' reads config.{tower.config}, {lacks}", tower.where)
             config = getattr(config, step)
         table = UnitTable(_aligned(tower.units, together), config, type(model).__name__, tp, rows, model)
         for section in ("prefix", "every_stage", "suffix"):
@@ -149,7 +150,7 @@ def rows_of(policy: Policy) -> frozenset[str]:
 
 
 def matches_of(scope: Scope) -> Iterator[RuleMatch]:
-    """Yield every rule of a scope with what it matches."""
+    """Yield every rule of a scope with its matches."""
     for pattern, rule in scope.rules.items():
         for path, module in walk(scope.root, pattern, rule.where):
             yield RuleMatch(join(scope.path, path), module, rule, scope, path)
@@ -205,21 +206,16 @@ def check_overlap(matches: list[RuleMatch]) -> None:
     by_path: dict[str, RuleMatch] = {}
     for match in matches:
         if match.path in by_path:
-            raise PolicyError(
-                f"{match.path} is matched by two rules, here and in {by_path[match.path].rule.where}", match.rule.where
-            )
+            raise match.error(f"{match.path} is matched by two rules, here and in {by_path[match.path].rule.where}")
         by_path[match.path] = match
     for path, match in by_path.items():
         for outer in (by_path[each] for each in around(path) if each and each in by_path):
             if outer.rule.kind not in _OWN_PARAMETERS:
-                raise PolicyError(
-                    f"{path} is matched by two rules, here and, with {outer.path}, in {outer.rule.where}",
-                    match.rule.where,
-                )
+                raise match.error(f"{path} is matched by two rules, here and, with {outer.path}, in {outer.rule.where}")
 
 
 def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -> None:
-    """Check that inside one scope a row closes what a column opens, and that heads that follow each other agree.
+    """Check that inside one scope a row closes each region of a column, and that heads that follow each other agree.
 
     Raises:
         PolicyError: with the rule that stands alone.
@@ -241,14 +237,15 @@ def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -
         ]
         alone += [(m, "closes", m.rule.units[0], _NO_COLUMN) for family, m in closed.items() if family not in entered]
         for match, does, unit, advice in alone:
-            raise PolicyError(f"{match.shown} {does} a region sharded by '{unit}' {advice}", match.rule.where)
+            raise match.error(f"{match.shown} {does} a region sharded by '{unit}' {advice}")
         for match in inside:
             if match.rule.kind in ("replicated", "once") and match.rule.units:
                 unit = match.rule.units[0]
                 for_blocks = name.endswith("/every_stage") and (id(table), table.family(unit)) in of_towers
                 if table.family(unit) not in entered and not for_blocks:
-                    text = f"{match.shown} works on activations sharded by '{unit}', but no column opens them"
-                    raise PolicyError(text, match.rule.where)
+                    raise match.error(
+                        f"{match.shown} works on activations sharded by '{unit}', but no column opens them"
+                    )
         _check_counts(inside, modules)
 
 
@@ -271,11 +268,8 @@ def _check_counts(inside: list[RuleMatch], modules: Mapping[str, ModulePlan]) ->
                     known.setdefault(block.count, match)
                 elif known and block.count not in known:
                     count, first = next(iter(known.items()))
-                    raise PolicyError(
-                        f"{match.shown} reads {block.count} '{block.unit}', but {first.shown} makes {count} "
-                        f"({first.rule.where})",
-                        match.rule.where,
-                    )
+                    shown = f"{match.shown} reads {block.count} '{block.unit}', but {first.shown} makes {count}"
+                    raise match.error(f"{shown} ({first.rule.where})")
 
 
 def _opens(rule: Rule) -> bool:
@@ -302,24 +296,15 @@ def check_kernels(policy: Policy, model: nn.Module) -> None:
             )
 
 
-_LAYERS = ("column", "row", "embedding")
-
-
 def check_forwards(model: nn.Module, plan: Plan) -> None:
-    """Raise where a layer that the plan shards has a ``forward`` of its own object.
+    """Raise ConfigError where a layer that the plan shards has a ``forward`` set on the object.
 
     Python finds an attribute of the object before the method of its class, so the sum over ranks would be left out.
-
-    Raises:
-        ConfigError: naming the first such layer, and what sets such attributes.
     """
     if plan.tp == 1:
         return
-    found = [
-        path
-        for path, module in plan.modules.items()
-        if module.rule in _LAYERS and _has_another(model.get_submodule(path))
-    ]
+    layers = [path for path, module in plan.modules.items() if module.rule in ("column", "row", "embedding")]
+    found = [path for path in layers if _has_another(model.get_submodule(path))]
     if not found:
         return
     first, more = model.get_submodule(found[0]), f", and {len(found) - 1} more" if len(found) > 1 else ""

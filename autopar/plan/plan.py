@@ -1,9 +1,7 @@
 """The plan: what every rank will hold. Plain data, computed from names, shapes and sizes; no process group.
 
-Everything that can fail is checked by :func:`~autopar.plan.make_plan.make_plan` before a plan exists, from data that
-every rank has, so every rank raises the same error and the model is untouched.
-
-:func:`summarise` and its neighbours show a plan in words: rows of a table, and a line for the log.
+:func:`~autopar.plan.make_plan.make_plan` checks everything before a plan exists, from data that every rank has: every
+rank raises the same error, and the model is untouched.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class Joined:
     parts: tuple[Piece, ...]
 
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole. Raises ``ValueError`` if the parts do not fit together."""
+        """Return the shape of the joined tensor. Raises ``ValueError`` if the parts do not fit together."""
         first = self.parts[0].shape
         if not 0 <= self.dim < len(first):
             raise ValueError(f"parts of shape {list(first)} are joined along dim {self.dim}")
@@ -52,11 +50,10 @@ class Joined:
 class Piece:
     """A tensor that ``save_pretrained`` writes and that is a view of a stored one, or of several that it joins.
 
-    ``shape``, ``stride`` and ``offset`` are those of the view, in elements of the whole contiguous tensor.
-
     Attributes:
-        name: in the file; of a part of a :class:`Joined`, the stored tensor that it is a view of. "": zeros.
-        joined: what it is a view of, if that is not one stored tensor.
+        name: Name in the file; of a part of a :class:`Joined`, the stored tensor that it is a view of. "": zeros.
+        shape, stride, offset: The view, in elements of the contiguous tensor.
+        joined: Joined tensors that it is a view of, instead of one stored tensor.
     """
 
     name: str
@@ -66,7 +63,7 @@ class Piece:
     joined: Joined | None = None
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the piece as a view of the whole tensor. Raises ``RuntimeError`` if it does not lie inside."""
+        """Return the piece as a view of the full tensor. Raises ``RuntimeError`` if it does not lie inside."""
         last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         if not 0 <= self.offset <= last < whole.numel():
             raise RuntimeError(f"{self.name} does not lie inside a tensor of {whole.numel()} elements")
@@ -81,7 +78,7 @@ class Piece:
                 yield part.name
 
     def zeros(self) -> int:
-        """Return how many elements are those of no stored tensor."""
+        """Count the elements that no stored tensor has."""
         parts = self.joined.parts if self.joined else ()
         return sum(part.zeros() if part.joined or part.name else math.prod(part.shape) for part in parts)
 
@@ -119,20 +116,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One entry of the plain model's state dict.
+    """One entry of the reference model's state dict.
 
     Attributes:
-        name: canonical name in the state dict (of tied entries, the one that ``save_pretrained`` keeps).
-        shape: shape of the whole tensor.
-        dtype: as safetensors and torch spell it: ``float32``.
-        layout: how it is sharded over :attr:`Plan.shards` ranks; None if it is replicated.
-        aliases: other state-dict names of the same tensor.
-        saved_as: the name under which ``save_pretrained`` of the plain model writes it; None if it does not.
-        pieces: what it writes instead, if that is several parts of this tensor, or several tensors joined, of which
-            this one is the first.
-        outside: belongs to the user's own modules around the Hugging Face model.
-        where: ``file:line`` of the rule that decides on it; empty if none does. Not part of what is compared or saved.
-        quantized: in which form the weight is stored, if that is not a tensor of this shape; such a one is not saved.
+        name: Canonical name in the state dict (of tied entries, the one that ``save_pretrained`` keeps).
+        shape: Shape of the full tensor.
+        dtype: Name of the dtype in safetensors and torch: ``float32``.
+        layout: Layout over :attr:`Plan.shards` ranks; None if it is replicated.
+        aliases: Other state-dict names of the same tensor.
+        saved_as: Name under which ``save_pretrained`` of the reference model writes it; None if it does not.
+        outside: True if it belongs to the user's modules around the Hugging Face model.
+        pieces: Tensors written instead: parts of this tensor, or several tensors joined, of which this is the first.
+        where: ``file:line`` of its rule; "" for none. Neither compared nor saved.
+        quantized: Form in which the weight is stored, if that is not a tensor of this shape; such a one is not saved.
     """
 
     name: str
@@ -167,7 +163,7 @@ class TensorPlan:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Return plain data that two ranks can compare; a digest of pieces, of which whole experts have thousands."""
+        """Return plain data that two ranks can compare; a digest of pieces, of which experts have thousands."""
         data = self.to_json()
         if self.pieces:
             pieces = json.dumps(data["pieces"]).encode()
@@ -191,7 +187,7 @@ class TensorPlan:
 class InputPlan:
     """An argument of a module's forward that is sliced by ``layout``, along ``layout.dim``.
 
-    An argument that is a whole number of times as long as the layout (batch * heads) is sliced in each repetition.
+    An argument several times as long as the layout (batch * heads) is sliced in each repetition.
     """
 
     name: str
@@ -204,22 +200,22 @@ class ModulePlan:
     """The plan of one module: its rule, its layouts, its collectives.
 
     Attributes:
-        path: dotted path from the root module.
-        rule: as in the policy; ``one_expert``: each tensor is on one rank (:meth:`autopar.layout.Block.alone`); empty
+        path: Dotted path from the root module.
+        rule: Rule of the policy; ``one_expert``: each tensor is on one rank (:meth:`autopar.layout.Block.alone`); ""
             if only bare parameters or arguments of the module are concerned.
         where: ``file:line`` of the rule.
-        layout: along the features that are sharded (for a layer ``dim`` is that of the stored weight).
-        layouts: parameter or buffer name -> how that one is sharded.
-        summed: whole parameters whose incoming gradient is summed over tp (they work on sharded activations).
-        once: of those the ones that only the first rank adds (the bias behind a partial sum); of experts,
-            the modules that indices behind the last expert stand for.
-        gather_output, split_input, enter_output, inside: as in the policy.
-        aside: of a column whose input no other layer reads (that of an adapter).
-        opens, closes: of a region that only enters, and of one that only sums.
-        by_hidden: an embedding sharded along its columns instead of its rows.
-        inputs: arguments of forward that are sliced.
-        groups: of a norm, the units whose features are normalised by themselves.
-        extension: name of a feature's rule that extends this one, and its numbers by name.
+        layout: Layout of the sharded features (for a layer ``dim`` is a dim of the stored weight).
+        layouts: Parameter or buffer name -> its layout.
+        summed: Full parameters whose incoming gradient is summed over tp (they work on sharded activations).
+        once: Those that only the first rank adds (the bias after a partial sum); of experts, the modules that indices
+            after the last expert stand for.
+        gather_output, split_input, enter_output, inside: Keys of the policy.
+        aside: True if no other layer reads the input of a column (an adapter's).
+        opens, closes: Flags of a region that only enters, or only sums.
+        by_hidden: True if an embedding is sharded along its columns instead of its rows.
+        inputs: Arguments of forward that are sliced.
+        groups: Units of a norm whose features are normalised by themselves.
+        extension: Name of a feature's rule that extends this one, and its numbers by name.
     """
 
     path: str
@@ -256,8 +252,8 @@ class ModulePlan:
 class AttributePlan:
     """An attribute that ``forward`` reads and that differs by rank: ``values[rank]``.
 
-    ``name`` may be ``config.x``: then the module gets its own copy of the config. Values of experts are
-    those of the ranks of :attr:`Plan.shards`.
+    ``name`` may be ``config.x``: then the module gets its own copy of the config. Experts have the ranks of
+    :attr:`Plan.shards`.
     """
 
     path: str
@@ -272,15 +268,15 @@ class Plan(NotCopied):
     """The shards of one model on every rank of a tensor-parallel group.
 
     Attributes:
-        tp: size of the tensor-parallel axis.
-        model_type: of the Hugging Face model inside.
-        policy: name of the policy file.
-        tensors: state-dict name -> :class:`TensorPlan`, in state-dict order, canonical names only.
-        modules: path -> :class:`ModulePlan`, only of modules that change.
-        attributes: that differ by rank.
-        shards: ranks over which tensors are laid out: tp, or more where experts are sharded over replicas, too. Rank
-            ``r`` of them holds of all other tensors the shard of tp rank ``r % tp``.
-        experts: names of the tensors that are sharded over replicas, too.
+        tp: Size of the tensor-parallel axis.
+        model_type: Type of the Hugging Face model inside.
+        policy: Name of the policy file.
+        tensors: State-dict name -> :class:`TensorPlan`, in state-dict order, canonical names only.
+        modules: Path -> :class:`ModulePlan`, only of modules that change.
+        attributes: Attributes that differ by rank.
+        shards: Number of ranks over which tensors are laid out: tp, or more where experts are sharded over replicas.
+            Rank ``r`` of them holds of all other tensors the shard of tp rank ``r % tp``.
+        experts: Names of the tensors that are sharded over replicas, too.
     """
 
     tp: int
@@ -353,14 +349,10 @@ class Plan(NotCopied):
 
 def rows(entries: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """One row for entries that differ in numbers of blocks alone: ``layers.0-3.experts.0-7.up.weight``."""
-    found = [
-        (
-            tuple(entry["name"].split(".")),
-            json.dumps({k: v for k, v in entry.items() if k not in ("name", "tied")}),
-            entry,
-        )
-        for entry in entries
-    ]
+    found = []
+    for entry in entries:
+        rest = json.dumps({key: value for key, value in entry.items() if key not in ("name", "tied")})
+        found.append((tuple(entry["name"].split(".")), rest, entry))
     for place in range(max((len(name) for name, _, _ in found), default=0) - 1, 0, -1):  # the innermost number first
         groups: dict[Any, list[tuple[int, Any]]] = {}
         for name, rest, entry in found:
@@ -383,9 +375,6 @@ def ranges(numbers: list[int]) -> list[str]:
     return runs
 
 
-_NEAR_EMPTY = 0.5  # of the parameters
-
-
 def held(model: nn.Module) -> tuple[int, int]:
     """Return how many elements the parameters that are here have, and their bytes; a tied one counts once."""
     stored = {f"{path}.weight": weight for path, weight in stored_weights(model).items()}
@@ -400,12 +389,12 @@ def held(model: nn.Module) -> tuple[int, int]:
 
 
 def summarise(model: nn.Module, whole: int, sizes: tuple[int, ...], device: Any, policy: object) -> str:
-    """Return the model, its policy, the mesh, and what this rank holds.
+    """Return the model, its policy, the mesh, and the size of this rank's shards, in one line.
 
     Args:
-        whole: elements of the parameters of the whole model.
-        sizes: of tp, pp, dp and cp.
-        policy: file of the policy, with a line or without.
+        whole: Number of elements of all parameters of the full model.
+        sizes: tp, pp, dp and cp.
+        policy: File of the policy, with a line or without.
     """
     tp, pp, dp, cp = sizes
     context = f" x cp {cp}" if cp > 1 else ""
@@ -425,10 +414,7 @@ def derived_notice(model: nn.Module, plan: Plan, policy: Policy) -> str | None:
         f"no policy lists model_type '{plan.model_type}', which comes with a tp_plan: one is derived from what forward "
         "computes ('autopar policy new' proves it and writes it down)"
     )
-    if plan.tp == 1:
-        return line
     names = {plan.canonical(name) for name, _ in model.named_parameters()}
-    sizes = [(prod(plan.tensors[name].shape), plan.tensors[name].layout is None) for name in names]
-    share = sum(size for size, whole in sizes if whole) / max(sum(size for size, _ in sizes), 1)
-    near = " and is near-empty" if share >= _NEAR_EMPTY else ""
-    return f"{line}{near}; it leaves {share:.0%} of the parameters whole on each of {plan.tp} ranks"
+    sizes = {name: prod(plan.tensors[name].shape) for name in names}
+    full = sum(size for name, size in sizes.items() if plan.tensors[name].layout is None) / max(sum(sizes.values()), 1)
+    return f"{line}; it leaves {full:.0%} of the parameters whole on each of {plan.tp} ranks" if plan.tp > 1 else line

@@ -1,16 +1,17 @@
-"""One rule on one module, bare parameter or buffer: the layout of each tensor, and what becomes of the module."""
+"""One rule on one module, bare parameter or buffer: the layout of each tensor, and the plan of the module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from autopar.compat.tensors import BatchNorm, own_buffers, own_parameters
-from autopar.errors import ConfigError, PolicyError
+from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
@@ -23,7 +24,7 @@ class TensorRule:
     """Part of a plan: a module, and each tensor that a rule decides on with its layout (None: replicated).
 
     Attributes:
-        attributes: sizes that an addition to the model has on each rank.
+        attributes: Sizes of an addition to the model on each rank.
     """
 
     plan: ModulePlan | None
@@ -32,10 +33,10 @@ class TensorRule:
 
 
 def tensor_rules_of(match: RuleMatch) -> Iterator[TensorRule]:
-    """Yield what a rule makes of what it matched.
+    """Yield the plans of a rule for its module, bare parameter or buffer.
 
     Raises:
-        PolicyError: the rule does not fit what stands there.
+        PolicyError: the rule does not fit it.
         ConfigError: the size does not fit.
     """
     if not isinstance(match.module, nn.Module):
@@ -46,7 +47,7 @@ def tensor_rules_of(match: RuleMatch) -> Iterator[TensorRule]:
         where, opens, closes = str(match.rule.where), match.rule.opens, match.rule.closes
         yield TensorRule(ModulePlan(match.path, "region", where, opens=opens, closes=closes))
     elif match.rule.kind == BY_EXPERT:
-        return  # of experts that ranks hold whole
+        return  # of experts that are not split
     elif match.rule.kind in ("sharded", "norm_over"):
         yield from _own_parameters(match)
     else:
@@ -69,14 +70,10 @@ def _whole(match: RuleMatch) -> Iterator[TensorRule]:
     elif rule.kind == "enter_output":
         yield TensorRule(ModulePlan(match.path, "enter_output", where, enter_output=True), whole)
     elif rule.kind == "gathered":
-        table, unit = match.scope.table, rule.units[0]
-        count = table.count(unit, match.scope.block)
+        count = match.count(rule.units[0])
         if count is None:
-            raise PolicyError(
-                f"'gathered' of {match.shown} needs a unit with a count, '{unit}' is inferred", rule.where
-            )
-        dim = -1 if rule.dim is None else rule.dim
-        layout = table.layout(rule.parts, dim, count, match.shown, rule.where, match.scope.block)
+            raise match.error(f"'gathered' of {match.shown} needs a unit with a count, '{rule.units[0]}' is inferred")
+        layout = match.layout(rule.parts, -1 if rule.dim is None else rule.dim, count)
         yield TensorRule(ModulePlan(match.path, "gathered", where, layout), whole)
 
 
@@ -98,19 +95,10 @@ def _layer(match: RuleMatch) -> TensorRule:
         if rule.kind == "column":
             layouts["bias"] = Layout.of(0, layout.blocks)
         tensors.append(("bias", bias, layouts.get("bias")))
-    plan = ModulePlan(
-        match.path,
-        rule.kind,
-        str(rule.where),
-        layout,
-        layouts,
-        gather_output=rule.gather_output,
-        split_input=rule.split_input,
-        enter_output=rule.enter_output,
-        inside=rule.inside,
-        by_hidden=rule.kind == "embedding" and rule.units == (HIDDEN,),
-        extension=rule.extension,
-    )
+    keys = ("gather_output", "split_input", "enter_output", "inside", "extension")
+    by_hidden = rule.kind == "embedding" and rule.units == (HIDDEN,)
+    more: dict[str, Any] = {key: getattr(rule, key) for key in keys}
+    plan = ModulePlan(match.path, rule.kind, str(rule.where), layout, layouts, by_hidden=by_hidden, **more)
     return TensorRule(plan, tensors)
 
 
@@ -121,15 +109,11 @@ def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
     groups = None if rule.within is None else _features((Part(rule.within),), match)
     for inside, holder in module.named_modules():
         if rule.kind == "sharded" and isinstance(holder, nn.LayerNorm | nn.RMSNorm):
-            raise PolicyError(
-                f"{join(match.shown, inside)} takes a mean over what would be sharded: write {{norm_over: ...}}",
-                rule.where,
-            )
+            shown = join(match.shown, inside)
+            raise match.error(f"{shown} takes a mean over what would be sharded: write {{norm_over: ...}}")
         own: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in own_parameters(holder).items() if p is not None]
         if isinstance(holder, BatchNorm):  # statistics of each channel
-            own += [
-                (name, buffer) for name, buffer in own_buffers(holder).items() if buffer is not None and buffer.ndim
-            ]
+            own += [(name, x) for name, x in own_buffers(holder).items() if x is not None and x.ndim]
         layouts: dict[str, Layout] = {}
         for name, parameter in own:
             shown = join(match.shown, inside, name)
@@ -139,9 +123,7 @@ def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
             if isinstance(parameter, StandIn):
                 parameter.kind.check(shown, parameter.shape, layouts[name], match)
         if own or (rule.kind == "norm_over" and not inside):
-            first = next(iter(layouts.values()), None)
-            if first is None:
-                first = _features(rule.parts, match)
+            first = next(iter(layouts.values()), None) or _features(rule.parts, match)
             yield TensorRule(
                 ModulePlan(join(match.path, inside), rule.kind, str(rule.where), first, layouts, groups=groups),
                 [(name, parameter, layouts[name]) for name, parameter in own],
@@ -154,14 +136,13 @@ def _features(parts: tuple[Part, ...], match: RuleMatch) -> Layout:
     for part in parts:
         count = match.count(part.unit)
         if count is None:
-            raise PolicyError(f"{match.shown} has no weight to count '{part.unit}' on", match.rule.where)
-        width = "1" if part.width is None else part.width
-        elements += count * match.number(width)
+            raise match.error(f"{match.shown} has no weight to count '{part.unit}' on")
+        elements += count * match.number("1" if part.width is None else part.width)
     return match.layout(parts, 0, elements)
 
 
 def _bare(match: RuleMatch) -> TensorRule:
-    """Return the rule of a parameter or buffer beside the layers."""
+    """Return the rule of a parameter or buffer next to the layers."""
     rule, tensor = match.rule, match.module
     assert isinstance(tensor, torch.Tensor)
     holder, _, name = match.path.rpartition(".")
@@ -172,14 +153,12 @@ def _bare(match: RuleMatch) -> TensorRule:
         layout = match.layout(_repeated_parts(match), dim, tensor.shape[dim])
         return TensorRule(ModulePlan(holder, "", where, layouts={name: layout}), [("", tensor, layout)])
     if not isinstance(tensor, nn.Parameter):
-        raise PolicyError(f"{match.shown} is a buffer, which can only be 'sharded'", rule.where)
+        raise match.error(f"{match.shown} is a buffer, which can only be 'sharded'")
     if rule.kind == "once" or (rule.kind == "replicated" and rule.units):
         once = frozenset([name] if rule.kind == "once" else [])
         return TensorRule(ModulePlan(holder, "", where, summed=frozenset([name]), once=once), [("", tensor, None)])
     if rule.kind != "replicated":
-        raise PolicyError(
-            f"{match.shown} is a bare parameter, which can only be 'replicated', 'sharded' or 'once'", rule.where
-        )
+        raise match.error(f"{match.shown} is a bare parameter, which can only be 'replicated', 'sharded' or 'once'")
     return TensorRule(None, [("", tensor, None)])
 
 
@@ -189,7 +168,7 @@ def _repeated_parts(match: RuleMatch) -> tuple[Part, ...]:
         return rule.parts
     times = match.number(rule.repeat)
     if times < 1:
-        raise PolicyError(f"'repeat' of {match.shown} is {rule.repeat}={times}, which is no count", rule.where)
+        raise match.error(f"'repeat' of {match.shown} is {rule.repeat}={times}, which is no count")
     return rule.parts * times
 
 
@@ -197,19 +176,16 @@ def _dim(tensor: torch.Tensor, shown: str, match: RuleMatch) -> int:
     """Return the dim that the rule shards, counted from the front."""
     dim = 0 if match.rule.dim is None else match.rule.dim
     if not -tensor.ndim <= dim < tensor.ndim:
-        raise PolicyError(f"{shown} has {tensor.ndim} dims, the rule shards dim {dim}", match.rule.where)
+        raise match.error(f"{shown} has {tensor.ndim} dims, the rule shards dim {dim}")
     return dim % tensor.ndim
 
 
 def _check_plain(shown: str, tensor: torch.Tensor, match: RuleMatch) -> None:
-    if isinstance(tensor, StandIn):
+    if isinstance(tensor, StandIn) or not isinstance(tensor, nn.Parameter):
         return
-    if isinstance(tensor, nn.Parameter) and (type(tensor) is not nn.Parameter or not tensor.is_floating_point()):
-        raise PolicyError(
-            f"{shown} is a {type(tensor).__name__} of {tensor.dtype}; only plain floating-point parameters can be "
-            "sharded",
-            match.rule.where,
-        )
+    if type(tensor) is not nn.Parameter or not tensor.is_floating_point():
+        kind = f"{type(tensor).__name__} of {tensor.dtype}"
+        raise match.error(f"{shown} is a {kind}; only plain floating-point parameters can be sharded")
 
 
 def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
@@ -218,12 +194,10 @@ def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
     kind = type(module).__name__
     if rule.kind == "embedding":
         if not isinstance(module, nn.Embedding):
-            raise PolicyError(f"'embedding' needs an nn.Embedding, {match.shown} is a {kind}", rule.where)
+            raise match.error(f"'embedding' needs an nn.Embedding, {match.shown} is a {kind}")
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             used = "max_norm, sparse or scale_grad_by_freq"
-            raise PolicyError(
-                f"{match.shown} uses {used}, which look at the whole table; it cannot be sharded", rule.where
-            )
+            raise match.error(f"{match.shown} uses {used}, which look at the whole table; it cannot be sharded")
         dim = 1 if rule.units == (HIDDEN,) else 0
     elif isinstance(module, nn.Linear):
         dim = 0 if rule.kind == "column" else 1
@@ -231,24 +205,17 @@ def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
         dim = 1 if rule.kind == "column" else 0
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         if module.groups != 1 or rule.gather_output or rule.split_input:
-            raise PolicyError(
-                f"'{rule.kind}' of {match.shown}: a convolution takes it without groups (it has {module.groups}), "
-                "gather_output and split_input",
-                rule.where,
-            )
+            takes = f"a convolution takes it without groups (it has {module.groups}), gather_output and split_input"
+            raise match.error(f"'{rule.kind}' of {match.shown}: {takes}")
         dim = 0 if rule.kind == "column" else 1
     else:
-        raise PolicyError(
-            f"'{rule.kind}' needs an nn.Linear, Conv1D or convolution, {match.shown} is a {kind}",
-            rule.where,
-        )
+        raise match.error(f"'{rule.kind}' needs an nn.Linear, Conv1D or convolution, {match.shown} is a {kind}")
     weight = module.weight
     _check_plain(f"{match.shown}.weight", weight, match)
     if not isinstance(weight, nn.Parameter):
-        raise PolicyError(
+        raise match.error(
             f"{match.shown}.weight is a {type(weight).__name__}, no parameter: it is computed from others, as pruning, "
             "weight_norm or spectral_norm do.\n  Make it one before initialize: torch.nn.utils.prune.remove(module, "
-            "'weight'), or\n  torch.nn.utils.parametrize.remove_parametrizations(module, 'weight').",
-            rule.where,
+            "'weight'), or\n  torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')."
         )
     return weight, dim

@@ -1,7 +1,7 @@
 """Pipeline stages: which blocks, and which tensors, each stage of a model holds. Pure, plain data, no process group.
 
 A model is a row of *elements* in forward order: its blocks; of an encoder-decoder model the encoder's blocks, then the
-encoder itself (its output is what the decoder reads), then the decoder's blocks. A stage is a contiguous run of them.
+encoder itself (the decoder reads its output), then the decoder's blocks. A stage is a contiguous run of them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,17 @@ from autopar.policy.schema import Policy
 # Tensors that the forward of every decoder takes.
 _USUAL = {
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "cache_position", "labels"),
-    *CACHES,
-    *("head_mask", "logits_to_keep"),
-    *("encoder_hidden_states", "encoder_attention_mask", "decoder_input_ids"),
+    *("head_mask", "logits_to_keep", "encoder_hidden_states", "encoder_attention_mask", "decoder_input_ids", *CACHES),
 }
 
 
 class Blocks:
-    """The blocks of a model in forward order, and what lies in front of, behind and beside them.
-
-    Args:
-        described: The model, its path and its policy.
+    """The blocks of a model in forward order, and the tensors before, after and next to them.
 
     Attributes:
-        paths: of the blocks; of an encoder-decoder model the encoder's first.
-        lists: paths of the lists of blocks.
-        encoder_place: of the encoder among the elements (:mod:`autopar.plan.stages`); None without one.
+        paths: Paths of the blocks; of an encoder-decoder model the encoder's first.
+        lists: Paths of the lists of blocks.
+        encoder_place: Place of the encoder among the elements (:mod:`autopar.plan.stages`); None without one.
     """
 
     def __init__(self, described: Described) -> None:
@@ -56,7 +51,9 @@ class Blocks:
         self.paths = [*before, *after]
         self._place_of = {path: place for place, path in reversed(list(enumerate(self.paths)))}
         self.encoder_place = len(before) if before else None
-        outer = first.split(".")  # the encoder is the outermost module around its blocks that is not around the others
+        outer = first.split(
+            "."
+        )  # the encoder is the outermost module around its blocks that is not around the decoder's
         around_it = (".".join(outer[: end + 1]) for end in range(len(outer)))
         self._encoder = next(path for path in around_it if not lies_in(main, path)) if before else ""
         self._everywhere: list[str] = []
@@ -76,7 +73,7 @@ class Blocks:
                 self._behind_encoder += paths
 
     def elements(self) -> Iterator[str]:
-        """Yield the paths of the blocks, and of the encoder behind its own."""
+        """Yield the paths of the blocks, and of the encoder after its own."""
         for place, path in enumerate(self.paths):
             if place == self.encoder_place:
                 yield self._encoder
@@ -91,7 +88,7 @@ class Blocks:
         return element - 1 if self.encoder_place is not None and element >= self.encoder_place else element
 
     def costs(self) -> list[int]:
-        """Count the parameters of each block, with those around the blocks at the block that they lie beside."""
+        """Count the parameters of each block, with parameters around the blocks at the next block."""
         costs = [0] * len(self.paths)
         counted: set[tuple[int, int]] = set()
         for name, parameter in self.model.named_parameters(remove_duplicate=False) if costs else ():
@@ -106,7 +103,7 @@ class Blocks:
         return min((self._place_of[path] for path in around(name) if path in self._place_of), default=None)
 
     def _beside(self, name: str) -> int | None:
-        """Return the block in which or beside which a tensor is used; None: beside all."""
+        """Return the block in which or next to which a tensor is used; None: all blocks."""
         place = self._holding(name)
         if place is not None or _any_above(name, self._everywhere):
             return place
@@ -128,9 +125,9 @@ class Blocks:
         """Yield each name of a parameter or buffer with its stages: those that read it, else where the policy puts it.
 
         Args:
-            stage_of: place of an element -> stage.
-            read_at: parameters -> places of the elements that were seen to read them; None if nothing was seen.
-            within: what names of the model that was seen begin with.
+            stage_of: Function of an element's place that returns its stage.
+            read_at: Parameters -> places of the elements that were seen to read them; None if none were observed.
+            within: Prefix of the names of the observed model.
         """
         everywhere = tuple(range(stages))
         reads = read_at or {}
@@ -154,11 +151,11 @@ class Blocks:
             block = self._holding(name)
             if block is not None:
                 yield name, (stage_of(self.element(block)),)
-            else:  # a buffer beside parameters (running statistics) is right where they are
+            else:  # a buffer next to parameters (running statistics) stays with them
                 yield name, held_by.get(name.rpartition(".")[0], everywhere)
 
     def _read_by_all(self, root: nn.Module, read_at: Mapping[str, set[int]] | None, within: str) -> set[str]:
-        """Return parameters in front of the blocks that all stages need, as far as can be told from what was seen."""
+        """Return parameters before the blocks that all stages seem to need, by the observed reads."""
         if len(self.paths) < 2:
             return set()
         tensors = dict(root.named_parameters(remove_duplicate=False))
@@ -176,10 +173,10 @@ class Blocks:
     def _read_further(self, model: PreTrainedModel, unread: set[str], reads: Mapping[str, set[int]]) -> bool:
         """Return whether blocks seem to read more than what lies between the words at the first one.
 
-        Parameters are ``unread`` where the forward was seen with other inputs (text alone). An image encoder makes what
-        is put between the words: then it belongs in front of the first block, and only there. Or later blocks look at
-        the image too: then every stage needs it. A sign of that which misleads costs memory; where there is none though
-        blocks do look, the first forward with an image is refused (:mod:`autopar.pipeline_parallel.stage_forward`).
+        Parameters are ``unread`` where the forward ran with other inputs (text alone). An image encoder makes states
+        between the words: it belongs before the first block, and only there. Or later blocks look at the image too:
+        then every stage needs it. A misleading sign costs memory; where a sign is missing, the first forward with an
+        image is refused (:mod:`autopar.pipeline_parallel.stage_forward`).
         """
         if any(self._holding(name) is not None for name in unread):
             return True  # blocks have parameters for it (cross-attention)
@@ -226,7 +223,7 @@ def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: nn.Module) ->
 
 
 def lies_in(path: str, outer: str) -> bool:
-    """Check whether a path is ``outer`` or that of something in it; everything lies in the model itself, ``""``."""
+    """Check whether a path is ``outer`` or lies in it; everything lies in the model itself, ``""``."""
     return not outer or path == outer or path.startswith(outer + ".")
 
 
@@ -253,12 +250,12 @@ class Reads:
     """Reads of a model's own forward, and their places (:func:`autopar.dry_run.pipeline_parallel.trace_reads`).
 
     Attributes:
-        order: places of the elements in the order in which they were called.
-        parameters: name -> places of the elements that read it; ``len(elements)``: what comes behind the last one does.
-        earlier: place -> places of elements before the previous one whose output is read there.
-        own_backward: whether blocks run where no gradients are recorded: then the model has a backward of its own.
-        within: what names of the model that was seen begin with.
-        dry_run: runs the stages of a plan; tensors that they read beside those that they hold: name -> stages.
+        order: Places of the elements in the order of their calls.
+        parameters: Name -> places of the elements that read it; ``len(elements)``: code after the last one.
+        earlier: Place -> places of elements before the previous one whose output is read there.
+        own_backward: True if blocks run where no gradients are recorded: then the model has a custom backward.
+        within: Prefix of the names of the observed model.
+        dry_run: Function that runs the stages of a plan; tensors that they read and do not hold: name -> stages.
     """
 
     order: list[int] = field(default_factory=list)
@@ -274,13 +271,13 @@ class StagePlan:
     """Which blocks and tensors of one model lie on which pipeline stage, and which stage on which rank.
 
     Attributes:
-        ranks: size of the pipeline-parallel axis.
-        elements: module paths in forward order.
-        bounds: stage ``s`` runs the elements ``bounds[s]`` up to, not including, ``bounds[s + 1]``.
-        rank_of: stage -> place on the pipeline-parallel axis; several stages may lie on one rank.
-        encoder: place of the encoder among the elements; None without one.
-        tensors: every name of a parameter or buffer -> the stages that hold it. Tied weights lie on several.
-        costs: parameters of each stage.
+        ranks: Size of the pipeline-parallel axis.
+        elements: Module paths in forward order.
+        bounds: Stage ``s`` runs the elements ``bounds[s]`` up to, not including, ``bounds[s + 1]``.
+        rank_of: Stage -> place on the pipeline-parallel axis; several stages may lie on one rank.
+        encoder: Place of the encoder among the elements; None without one.
+        tensors: Every name of a parameter or buffer -> the stages that hold it. Tied weights lie on several.
+        costs: Number of parameters of each stage.
     """
 
     ranks: int
@@ -326,10 +323,10 @@ def make_stages(
     """Split the blocks of ``root`` into pipeline stages, ``chunks`` on each of ``ranks`` ranks. The model is only read.
 
     Args:
-        chunks: of one rank always 1.
-        folded: see :func:`rank_of_stage`.
-        layers_per_stage: blocks of each stage by hand (encoder's and decoder's in one row); empty: by parameters.
-        reads: what the forward was seen to read; None if it was not seen: then the policy's sections decide.
+        chunks: Stages of each rank; of one rank always 1.
+        folded: True if stages run back (:func:`rank_of_stage`).
+        layers_per_stage: Blocks of each stage by hand (encoder's and decoder's in one row); empty: by parameters.
+        reads: Observed reads of the forward; None: the policy's sections decide.
 
     Raises:
         ConfigError: more stages than blocks, or ``layers_per_stage`` does not add up.
@@ -369,15 +366,11 @@ def elements_of(root: nn.Module, policy: Policy | Described) -> tuple[tuple[str,
 
 
 def refuse_collected(model: nn.Module, stages: int, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the model is to return what it collects from all of its layers, in several stages.
-
-    Args:
-        arguments: of its forward; its config may ask for it too.
-    """
-    if not isinstance(model, PreTrainedModel):
+    """Raise ConfigError if a forward in several stages is to return outputs of all layers."""
+    if not isinstance(model, PreTrainedModel) or stages == 1:
         return
     configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
-    for name in _COLLECTED if stages > 1 else ():
+    for name in _COLLECTED:
         if arguments.get(name) or any(getattr(each, name, False) for each in configs):
             raise ConfigError(
                 f"{name}=True collects from every layer of {type(model).__name__}, which is split into {stages} "
@@ -407,20 +400,19 @@ def _bounds(blocks: Blocks, ranks: int, chunks: int, by_hand: Sequence[int], rea
                 )
         return bounds
     if stages > len(splits) - 1:
-        groups = ""
-        if len(splits) <= count:
-            groups = f" (but later ones, or the head, read what earlier ones made: they form {len(splits) - 1} groups)"
+        most = len(splits) - 1
+        read = f" (but later ones, or the head, read what earlier ones made: they form {most} groups)"
         raise ConfigError(
             f"pipeline_parallel_size={ranks}{f' x chunks={chunks}' if chunks > 1 else ''} does not fit {place}: "
-            f"{count} blocks{groups} cannot be split into {stages} stages.\n  Largest number of stages that fits "
-            f"this model: {max(len(splits) - 1, 1)}."
+            f"{count} blocks{read if most < count else ''} cannot be split into {stages} stages.\n"
+            f"  Largest number of stages that fits this model: {max(most, 1)}."
         )
     costs = blocks.costs()
     return [splits[bound] for bound in partition([sum(costs[a:b]) for a, b in pairwise(splits)], stages)]
 
 
 def _split_points(blocks: Blocks, reads: Reads, place: str) -> list[int]:
-    """Return the blocks in front of which the model can be split: nothing behind reads more than the output there."""
+    """Return the blocks before which the model can be split: later ones only read the output there."""
     if any(first >= second for first, second in pairwise(reads.order)) or not reads.order:
         raise UnsupportedModelError(
             f"{place} cannot be split into pipeline stages: its forward does not call each block once, in order "
@@ -451,14 +443,9 @@ def rank_of_stage(ranks: int, chunks: int, *, folded: bool = False) -> tuple[int
 def partition(costs: Sequence[int], stages: int) -> list[int]:
     """Return the bounds of the contiguous split of ``costs`` into non-empty stages whose largest sum is the smallest.
 
-    If there are several, return the most even one (the smallest sum of squares).
-
-    Raises:
-        ConfigError: more stages than costs.
+    The most even one of several splits is returned (the smallest sum of squares).
     """
     count = len(costs)
-    if stages > count:
-        raise ConfigError(f"{count} blocks cannot be split into {stages} stages")
     sums = [0, *accumulate(costs)]
     best: dict[int, tuple[tuple[int, int], list[int]]] = {0: ((0, 0), [0])}  # end -> (largest, squares), bounds
     for stage in range(1, stages + 1):
@@ -468,7 +455,7 @@ def partition(costs: Sequence[int], stages: int) -> list[int]:
             smallest = sums[count] + 1
             for start in range(end - 1, stage - 2, -1):
                 cost = sums[end] - sums[start]
-                if cost > smallest:  # and so are those of all longer stages
+                if cost > smallest:  # and so do all longer stages
                     break
                 if start in best:
                     (worst, squares), bounds = best[start]

@@ -1,8 +1,9 @@
 """Every entry of the state dict as a TensorPlan: which names are one tensor, and the form in which it is saved.
 
-transformers renames some modules between memory and file, writes stacked experts one by one, and joins what the hub
-has fused. That conversion is run once on meta tensors in a mode that keeps views and notes what is joined; what comes
-out tells which elements of which stored tensors it is made of. Merging then needs neither transformers nor the model.
+transformers renames some modules between memory and file, writes stacked experts one by one, and joins tensors that the
+hub has fused. That conversion is run once on meta tensors in a mode that keeps views and notes joined tensors; what
+comes out tells which elements of which stored tensors it is made of. Merging then needs neither transformers nor the
+model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def plan_tensors(
     """Return one :class:`TensorPlan` per distinct tensor of ``root.state_dict()``, in its order.
 
     Args:
-        layouts: ``id(parameter)`` -> layout, None if replicated, as tensors are that are not listed.
+        layouts: ``id(parameter)`` -> layout; None, or not listed: replicated.
         places: ``id(parameter)`` -> ``file:line`` of its rule.
     """
     names: dict[int, list[str]] = {}
@@ -128,10 +129,8 @@ def followed_form(
 ) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
     """Return for each state-dict name the name in the file that ``save_pretrained`` writes, or the pieces it writes.
 
-    A piece that is joined from several tensors is listed with the first of them.
-
-    Args:
-        names: in the plain model's state dict, one of each tied tensor -> in this one's, which may have adapters.
+    A piece that is joined from several tensors is listed with the first of them. ``names`` maps names in the reference
+    model's state dict, one of each tied tensor, to those in this one's, which may have adapters.
 
     Raises:
         RuntimeError, ValueError: The conversion computes with elements or loses some.
@@ -169,11 +168,7 @@ def followed_form(
 
 
 class _ViewTracking(TorchDispatchMode):
-    """Copies are not made: ``chunk.contiguous()`` stays the view that it was. Tensors that have to be copied are noted.
-
-    Args:
-        stored: name -> meta tensor.
-    """
+    """A mode without copies: ``chunk.contiguous()`` stays a view. Tensors that have to be copied are noted."""
 
     def __init__(self, stored: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -183,10 +178,9 @@ class _ViewTracking(TorchDispatchMode):
         self._made: dict[int, tuple[torch.Tensor, Joined]] = {}  # the tensor is kept, so that its id stays its own
 
     def piece(self, tensor: torch.Tensor, saved: str | None = None) -> tuple[str, Piece] | None:
-        """Return the first stored tensor that ``tensor`` has elements of, and what it is; None for something computed.
+        """Return the first stored tensor that ``tensor`` has elements of, and the piece; None for a computed tensor.
 
-        Args:
-            saved: its name in the file; None for a part of a joined tensor.
+        ``saved`` is its name in the file; None for a part of a joined tensor.
         """
         base = tensor if base_of(tensor) is None else base_of(tensor)
         view = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
@@ -222,7 +216,7 @@ class _ViewTracking(TorchDispatchMode):
     def _note(
         self, result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int, stacked: bool = False
     ) -> torch.Tensor:
-        """Remember what a new tensor is joined from."""
+        """Remember the parts of a joined tensor."""
         parts = []
         for tensor in tensors:
             found = self.piece(tensor)

@@ -1,9 +1,10 @@
-"""Units: how many there are in one model, and which ranks hold them."""
+"""Units: their counts in one model, and the ranks that hold them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,42 +16,38 @@ from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec
 from autopar.policy.yaml_reader import Where
 
 
+@dataclass(eq=False)
 class UnitTable:
     """The units of one tower, counted in one config.
 
-    Args:
-        specs: units by name, as the policy states them.
-        config: the Hugging Face config that holds the counts.
-        model: class name of the model, for messages.
-        size: ranks over which units are sharded.
-        may_be_empty: units of which a rank may hold none (the vocabulary).
-        root: the model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
-        tp: of units of experts that ranks hold whole, of which ``size`` is a multiple; 0: ``size`` itself.
+    Attributes:
+        specs: Units of the policy, by name.
+        config: Hugging Face config that holds the counts.
+        model: Class name of the model, for messages.
+        size: Number of ranks over which units are sharded.
+        may_be_empty: Units of which a rank may hold none (the vocabulary).
+        root: Model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
+        tp: Divisor of ``size`` for units of experts that ranks hold in full; 0: ``size`` itself.
+        used: Units that were sharded -> where they first were.
     """
 
-    def __init__(
-        self,
-        specs: Mapping[str, UnitSpec],
-        config: Any,
-        model: str,
-        size: int,
-        may_be_empty: frozenset[str],
-        root: nn.Module | None = None,
-        tp: int = 0,
-    ) -> None:
-        self.specs = {HIDDEN: UnitSpec(HIDDEN, INFERRED, Where("policies/README.md", "hidden")), **specs}
-        self.config, self.root = config, root
-        self.model = model
-        self.size, self.tp = size, tp
-        self.may_be_empty = may_be_empty | {HIDDEN}
-        self._ranges: dict[tuple[str, int, int, int | None], UnitRanges] = {}
-        self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first sharded
+    specs: Mapping[str, UnitSpec]
+    config: Any
+    model: str
+    size: int
+    may_be_empty: frozenset[str]
+    root: nn.Module | None = None
+    tp: int = 0
+    used: dict[tuple[str, int, int | None], tuple[str, Where]] = field(init=False, default_factory=dict)
+    _ranges: dict[tuple[str, int, int, int | None], UnitRanges] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.specs = {HIDDEN: UnitSpec(HIDDEN, INFERRED, Where("policies/README.md", "hidden")), **self.specs}
+        self.may_be_empty |= {HIDDEN}
 
     def of_experts(self, size: int) -> UnitTable:
-        """Return the same units over ``size`` ranks that hold whole experts."""
-        if size == self.size:
-            return self
-        return UnitTable(self.specs, self.config, self.model, size, self.may_be_empty, self.root, self.size)
+        """Return the same units over ``size`` ranks that hold unsplit experts."""
+        return self if size == self.size else replace(self, size=size, tp=self.size)
 
     def count(self, unit: str, block: nn.Module | None = None) -> int | None:
         """Return how many units there are; None if the policy leaves it to the parameter."""
@@ -107,7 +104,7 @@ class UnitTable:
         return unit if leader is None else self.family(leader)
 
     def stays_whole(self, unit: str, block: nn.Module | None = None) -> bool:
-        """Return whether what is made of ``unit`` is replicated here: ``or_whole``, and fewer units than ranks."""
+        """Return whether tensors of ``unit`` are replicated here: ``or_whole``, and fewer units than ranks."""
         spec, leader = self.specs[unit], self.specs[self.family(unit)]
         if not (spec.or_whole or leader.or_whole):
             return False
@@ -165,13 +162,9 @@ class UnitTable:
         if left < 0 or (left % total if total else left):
             if self.size == 1:  # nothing is sharded
                 return Layout.of(dim, [Block(parts[0].unit, elements, 1, ((0, elements),))])
-            if left == elements:
-                raise PolicyError(
-                    f"{what} has {elements} features, {listed} describes {total} equal parts: "
-                    f"{elements} / {total} is not whole",
-                    where,
-                )
-            raise PolicyError(f"{what} has {elements} features, {listed} describes {elements - left}", where)
+            equal = f"{total} equal parts: {elements} / {total} is not whole"
+            described = equal if left == elements else elements - left
+            raise PolicyError(f"{what} has {elements} features, {listed} describes {described}", where)
         blocks = []
         for part, count, given in zip(parts, counts, widths, strict=True):
             number = each if count is None else count

@@ -40,7 +40,7 @@ def model_inside(root: nn.Module, policy: Policy | None) -> tuple[str, Any]:
         ConfigError: the model has adapters, and the feature for them is not installed.
     """
     if uses_peft(root):
-        registry.need("peft", f"the adapters of {type(root).__name__} (PEFT)")
+        registry.need("adapters", f"the adapters of {type(root).__name__} (PEFT)")
     if policy is not None and not (policy.model_types and _hugging_face_models(root)):
         return "", root
     return hugging_face_model(root)
@@ -274,12 +274,11 @@ def given_policy(
 
 def _derived_policy(model: PreTrainedModel) -> Policy:
     """Derive the policy of a model from one forward without data."""
-    registry.need("tools", f"a policy that is derived from {type(model).__name__}")
+    derive = registry.entry("policies", DERIVE, f"a policy that is derived from {type(model).__name__}")
     if not dist.is_initialized() or dist.get_rank() == 0:
         kind = type(model).__name__
         tell(_log, f"deriving a policy for {kind}: seconds, or minutes where forward loops in Python")
-    tree = registry.entry("policies", DERIVE)(model)
-    return read_user_policy(tree, place=f"policy derived from {type(model).__name__}")
+    return read_user_policy(derive(model), place=f"policy derived from {type(model).__name__}")
 
 
 def _ships_plan(model: PreTrainedModel) -> bool:

@@ -14,7 +14,6 @@ from torch import nn
 from autopar import registry
 from autopar.compat.transformers import router_loss_module
 from autopar.config import ParallelConfig
-from autopar.config.sections import explain_argument
 from autopar.data_parallel.fully_sharded import check_layer_drop, check_offload, check_tied_experts
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.data_parallel.precision import DTYPES
@@ -36,9 +35,9 @@ class Call(NamedTuple):
     """The arguments of ``initialize``, checked.
 
     Attributes:
-        prefix, inner: path and object of the Hugging Face model; of a plain module ``""`` and itself.
-        policy: the one that fits; ``own_policy``: the user gave it.
-        optimizer: of each of its groups, how it is stepped, and its parameters by name.
+        prefix, inner: Path and object of the Hugging Face model; of a plain module ``""`` and itself.
+        policy: The policy that fits; ``own_policy``: whether the user gave it.
+        optimizer: Kind of step of each group, and its parameters by name.
     """
 
     config: ParallelConfig
@@ -53,20 +52,12 @@ class Call(NamedTuple):
         return {"config": dataclasses.asdict(self.config), "optimizer": self.optimizer}
 
 
-def check_call(
-    model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any, mistaken: dict[str, Any]
-) -> Call:
+def check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any) -> Call:
     """Check the arguments of ``initialize`` on this rank; the model is only read.
 
-    Args:
-        mistaken: keyword arguments that ``initialize`` does not have.
-
     Raises:
-        ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call.
+        ConfigError, UnsupportedModelError, PolicyError: the call is wrong.
     """
-    for name, value in mistaken.items():
-        advice = explain_argument(name, value) or nearest(name, ("config", "policy", "optimizer", "lr_scheduler"))
-        raise ConfigError(f"initialize takes no argument '{name}'.{advice}")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
     registry.check_settings(parsed)
@@ -109,20 +100,18 @@ def _refuse_second(model: nn.Module) -> None:
                 "  autopar.deparallelize(model) gives back the plain model, which can be initialized again."
             )
         plan = vars(module).get("autopar")
-        if isinstance(plan, ModulePlan) and not plan.where:
-            raise ConfigError(
-                f"{place} was built parallel by hand: initialize takes plain layers (nn.Linear), and shards them by a "
-                "policy."
-            )
         if isinstance(plan, ModulePlan):
-            raise ConfigError(f"{place} is part of a model that is parallelized already.")
+            how = "is part of a model that is parallelized already"
+            if not plan.where:
+                how = "was built parallel by hand: initialize takes plain layers, and shards them by a policy"
+            raise ConfigError(f"{place} {how}.")
 
 
 def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[Plans, Materializer]:
-    """Plan what this rank holds, run it without data, draw what a deferred model lacks; alike on every rank.
+    """Plan this rank's shards, run them without data, draw missing weights; identical on every rank.
 
     Raises:
-        ConfigError, UnsupportedModelError, PolicyError: what does not fit.
+        ConfigError, UnsupportedModelError, PolicyError: something does not fit.
         ConsistencyError: another rank raises, or has planned something else.
     """
 
@@ -138,7 +127,7 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
     def make() -> tuple[Plans, Materializer]:
         if mpu.dp_cp.size > 1 and router_loss_module(call.inner) is not None:
             kind = type(call.inner).__name__
-            registry.need("experts", f"the auxiliary loss of the routers of {kind} over {mpu.dp_cp.size} replicas")
+            registry.need("router_loss", f"the auxiliary loss of the routers of {kind} over {mpu.dp_cp.size} replicas")
         if mpu.world_size > 1:
             quantizers(type(call.inner).__name__, getattr(call.inner, "hf_quantizer", None))
         if call.config.precision != "fp32":

@@ -1,8 +1,8 @@
-"""How a model changes, in which order, and why: the steps of ``initialize``, and what takes each of them back.
+"""The steps of ``initialize``: how a model changes, in which order, and why; and how each step is undone.
 
 :data:`STEPS` is the order. A step changes the model in place, and says why it stands where it does. Nothing is checked
-any more: what can be wrong was found on the plans. A step that can be undone puts that onto ``state.undo``;
-``deparallelize`` takes it from there, the last one first. The state stays on the model, as ``model._autopar``.
+any more: the plans were. A step that can be undone puts a function onto ``state.undo``; ``deparallelize`` calls them,
+the last one first. The state stays on the model, as ``model._autopar``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed import tensor as dtensor
 from transformers import PreTrainedModel
 
 from autopar import checkpoint, registry
@@ -28,7 +27,7 @@ from autopar.distributed.failures import FailureLog, publish_uncaught
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.dry_run.plan_model import Plans
-from autopar.errors import AutoparError, tell
+from autopar.errors import tell
 from autopar.pipeline_parallel import pipeline as pipeline_methods
 from autopar.plan.plan import Plan, derived_notice, held, summarise
 from autopar.plan.stages import StagePlan
@@ -50,14 +49,14 @@ class Parallelized:
     """The state of a parallelized model, for ``deparallelize``, savers and gradient norms.
 
     Attributes:
-        plan: what this rank holds of each tensor over tp.
-        stages: what it holds over pp.
-        features: plans of features, by name, and what their steps keep on the model.
-        prefix: path of the Hugging Face model in the model, ``""`` if it is that.
-        policy: the one that fitted; ``own_policy``: that one if the user gave it.
-        failures, region, dp: the parts that steps have made.
-        pp: the stages on this rank; None until :meth:`pipeline` is asked for them.
-        undo: what takes back the steps that were made, in their order; each gets the model and its state.
+        plan: Shards of this rank over tp.
+        stages: Its stages over pp.
+        features: Plans of features, by name, and the objects that their steps keep on the model.
+        prefix: Path of the Hugging Face model in the model, ``""`` if it is that.
+        policy: The policy that fitted; ``own_policy``: that one if the user gave it.
+        failures, region, dp: Parts that steps have made.
+        pp: The stages on this rank; None before :meth:`pipeline` is called.
+        undo: Functions of the model and its state that undo the steps, in their order.
     """
 
     failures: FailureLog
@@ -110,9 +109,9 @@ class Given:
     """Inputs of the steps that no parallelized model keeps.
 
     Attributes:
-        weights: where the shards of a model without memory come from.
-        optimizer: of the user, or None.
-        first_forward: the dry run of a plain module, which comes with its first forward.
+        weights: Source of the shards of a model without memory.
+        optimizer: Optimizer of the user, or None.
+        first_forward: Dry run of a plain module, which comes with its first forward.
     """
 
     weights: Materializer
@@ -121,12 +120,12 @@ class Given:
 
 
 def open_failure_log(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """First: what fails from here on is told to the other ranks."""
+    """First: later failures are published to the other ranks."""
     mpu, config = state.mpu, state.config
     mpu.failures = state.failures = FailureLog(mpu, config.pipeline.timeout)
     for axis in (mpu.tp, mpu.cp, mpu.tp_cp, mpu.ep):
         axis.explain, axis.read_timeout = state.failures.failure_of_layer, config.loss_read_timeout
-    publish_uncaught(state.failures, explained(model, state))
+    publish_uncaught(state.failures)
 
 
 def take_values_of_rank_0(model: nn.Module, state: Parallelized, given: Given) -> None:
@@ -136,12 +135,12 @@ def take_values_of_rank_0(model: nn.Module, state: Parallelized, given: Given) -
 
 
 def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Before stages: swap layers and shard parameters while every rank has all of them, so that they do it alike."""
+    """Before stages: swap layers and shard parameters while every rank has all of them."""
     inner = state.inner_of(model)
     if state.plan.tp > 1 and not isinstance(inner, PreTrainedModel):
         from autopar.dry_run.tensor_parallel import FirstForward
 
-        given.first_forward = FirstForward(inner, state.plan)  # of a copy, while the module is whole
+        given.first_forward = FirstForward(inner, state.plan)  # of a copy, while the module is unsharded
     keep_form(model, keep=True)
     state.undo.append(lambda model, own: keep_form(model, keep=False))
     state.region = tensor_parallel.apply(model, inner, state.plan, state.mpu, state.config)
@@ -151,8 +150,8 @@ def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
 def compile_blocks(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Around recomputation, which becomes part of the graph.
 
-    Blocks are compiled one by one, each when it is first called: equal blocks share their graphs, with collectives
-    inside, and what lies between them (masks, the loss, sharded logits) runs as it is.
+    Blocks are compiled one by one, when first called: equal blocks share their graphs, with collectives inside, and
+    code between them (masks, the loss, sharded logits) runs as it is.
     """
 
     def undo(model: Any, own: Parallelized) -> None:
@@ -199,7 +198,7 @@ def _fill(state: Parallelized, given: Given) -> None:
 
 
 def hook_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """When weights have memory: what ranks compare at a forward is found out by their contents (not with FSDP2)."""
+    """When weights have memory: comparisons at a forward depend on their contents (not with FSDP2)."""
     inner = state.inner_of(model)
     tensor_parallel.attach(inner, state.plan, state.mpu, state.config, state.region, state.failures, state.dp.steps)
     if given.first_forward is not None:
@@ -253,7 +252,7 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
         step(model, state, given)
     if notice is not None:
         tell(_log, notice)
-    unchecked = registry.missing("rank_checks", "Comparisons of ranks (consistency_check)").strip()
+    unchecked = registry.missing("guards", "Comparisons of ranks (consistency_check)").strip()
     if unchecked and state.config.consistency_check and mpu.is_master:
         tell(_log, unchecked)
     if mpu.is_master:
@@ -261,7 +260,7 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def undo(model: nn.Module, state: Parallelized) -> None:
-    """Take back all steps, the last one first, and destroy the process groups, unless a copy goes on with them."""
+    """Take back all steps, the last one first, and destroy the process groups, unless a copy uses them."""
     copied = any(other is not state and other.mpu is state.mpu for other in _alive)
     with state.failures.wait("deparallelize", range(state.mpu.world_size)):
         (kept,), _ = extremes([int(copied)], None)  # some ranks alone may hold a copy
@@ -271,80 +270,3 @@ def undo(model: nn.Module, state: Parallelized) -> None:
     _alive.discard(state)
     if not kept:
         state.mpu.destroy()
-
-
-# -- notes on torch's errors -------------------------------------------------------------------------------------------
-
-_DTENSOR = ("DTensor", "Sharding propagation failed", "sharding strategy")
-_DTENSOR_FILES = dtensor.__file__.rpartition("/")[0] + "/"
-_OF_STAGES: tuple[tuple[type[Exception], str, str], ...] = (
-    (
-        ValueError,
-        "optimizer got an empty parameter list",
-        "{held}, and these weights are on other stages.\n  Make the optimizer before autopar.initialize and give it "
-        "(optimizer=): a stage keeps its own. Or make it where there are weights:\n"
-        "  optimizer = AdamW(parameters) if parameters else None, and step it there.",
-    ),
-    (
-        TypeError,
-        "(torch.nn.Parameter or None expected)",
-        "{held}. Parameters of other stages are placeholders here.\n  Tie or replace weights before "
-        "autopar.initialize.",
-    ),
-    (
-        RuntimeError,
-        "The size of tensor a (",
-        "{held}. model.parameters() are these alone: pair them with other tensors\n  by name "
-        "(model.named_parameters()), not by their place in a list.",
-    ),
-)
-
-
-def explained(model: nn.Module, state: Parallelized) -> Callable[[BaseException], str | None]:
-    """Return a function that returns what to add to an error of torch, or None. It holds model and state weakly."""
-    of, its = weakref.ref(model), weakref.ref(state)
-
-    def explain(error: BaseException) -> str | None:
-        model, state = of(), its()
-        if model is None or state is None or isinstance(error, AutoparError):
-            return None
-        note = _of_dtensors(error, state.config.zero_stage) if state.config.fully_sharded else None
-        if note is None and state.stages.ranks > 1:
-            held = _describe_stage(model, state.stages, state.mpu)
-            found = (text for kind, words, text in _OF_STAGES if isinstance(error, kind) and words in str(error))
-            note = next((f"autopar: {text.format(held=held)}" for text in found), None)
-        return note
-
-    return explain
-
-
-def _describe_stage(model: nn.Module, stages: StagePlan, mpu: MPU) -> str:
-    """Return which stages this rank holds, and how many of the parameters."""
-    here = len(list(model.parameters()))
-    values = (value for module in model.modules() for value in vars(module).values())
-    gone = {value.weight_name for value in values if hasattr(value, "weight_name")}  # of other stages
-    own = stages.stages_on(mpu.pp.rank)
-    which = f"stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, own))} of {stages.stages}"
-    return f"this rank holds {which}: {here} of {here + len(gone)} parameters"
-
-
-def _of_dtensors(error: BaseException, stage: int) -> str | None:
-    text, trace = str(error), error.__traceback__
-    if "FSDP does not support deepcopy" in text:
-        return (
-            f"autopar: with zero.stage {stage} torch's FSDP2 holds the weights. Make a second model before "
-            "autopar.initialize (and initialize it, too);\n  {name: p.detach().clone() for name, p in "
-            "model.named_parameters()} copies the weights (an average of them, a start)."
-        )
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    of_torch = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_DTENSOR_FILES)
-    if not of_torch and not any(words in text for words in _DTENSOR):
-        return None
-    return (
-        f"autopar: with zero.stage {stage} parameters and gradients are torch's DTensors; a replica has some rows of "
-        "each. Of p:\n  autopar.full(p) is all of it, on all ranks, also for a penalty in the loss; p.to_local() is "
-        "what is here;\n  a module inside of a block gets its weights in the forward of the block: call the block;\n  "
-        "torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements) makes a DTensor of a mask,\n  "
-        "or of new values for p.copy_()."
-    )

@@ -2,8 +2,8 @@
 
 Most of them are of the feature ``megatron``, for a user-defined model.
 
-Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). There is no module-level
-state. :mod:`autopar.api` is built from the same parts. The names are loaded when they are first used.
+Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). They have no
+module-level state. :mod:`autopar.api` is built from the same parts. The names are loaded when they are first used.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def _hint(name: str) -> str:
         return ""
     if any(name in vars(names) for _, names in registry.entries("mesh_names")):
         return f" It is a method of the MPU here: model.mpu.{name}()."
-    return nearest(name, __getattr__("__all__"), cutoff=0.7) or registry.missing("megatron", "Names of Megatron-LM")
+    return nearest(name, __getattr__("__all__"), cutoff=0.7) or registry.missing("toolbox", "Names of Megatron-LM")
 
 
 _find, _dir = lazy_names(__name__, _NAMES, _hint)

@@ -6,7 +6,6 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -33,10 +32,7 @@ _MODELS = itertools.count(1)  # every rank makes the same ones, in the same orde
 
 
 def apply(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU, config: ParallelConfig) -> Region:
-    """Swap the layers of ``model`` and shard its parameters, in place; no communication.
-
-    At tp 1 nothing changes, but the head of the Hugging Face model ``inner`` with ``loss.chunk``.
-    """
+    """Swap the layers of ``model`` and shard its parameters, in place; at tp 1 only the head, for ``loss.chunk``."""
     region = Region(mpu.tp)
     region.model = str(next(_MODELS))
     if plan.shards > 1:
@@ -58,14 +54,7 @@ def attach(
     failures: FailureLog,
     steps: StepCheck,
 ) -> None:
-    """Register hooks and methods on the Hugging Face model (or plain module), with memory by now. Collective over tp
-    and cp.
-
-    Args:
-        region: of :func:`apply`.
-        failures: where forwards publish their errors.
-        steps: counts the steps of the model's optimizers.
-    """
+    """Register hooks and methods on the Hugging Face model (or plain module). Collective over tp and cp."""
     check = None
     if config.consistency_check and mpu.tp_cp.size > 1:
         make = registry.entry("guards", "forward")
@@ -87,7 +76,7 @@ def attach(
 
 def refuse_methods(model: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Let methods of Hugging Face models raise that a sharded model does not have."""
-    generates = registry.installed("generation")
+    generates = registry.installed("generate")
     for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
         bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
         if not generates:
@@ -110,7 +99,7 @@ def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def _need_generation(name: str, self: Any, *_: Any, **__: Any) -> None:
-    registry.need("generation", f"{type(self).__name__}.{name} on several ranks")
+    registry.need("generate", f"{type(self).__name__}.{name} on several ranks")
 
 
 def chunk_head(model: nn.Module, axis: Axis, region: Region) -> None:
@@ -131,16 +120,15 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 
 
 def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
-    """Let the head of a language model leave its logits sharded until they are read; whether there is one."""
+    """Let the head of a language model leave its logits sharded until they are read; return whether it does."""
     from autopar.tensor_parallel.layers import ParallelLayer
 
     head = _head_of(model)
-    if not isinstance(head, ParallelLayer) or not head.autopar.gather_output:
+    if not isinstance(head, ParallelLayer) or not isinstance(head, nn.Linear) or not head.autopar.gather_output:
         return False
     layout = head.autopar_layouts["weight"]
     ranges = [list(layout.ranges(rank)) for rank in range(head.tp.size)]
-    one_each = all(len(held) <= 1 for held in ranges) and sorted(ranges) == ranges
-    if not isinstance(head, nn.Linear) or not one_each or layout.replicated:
+    if layout.replicated or any(len(held) > 1 for held in ranges) or sorted(ranges) != ranges:
         return False
     head.chunk = chunk
     return True
@@ -154,7 +142,7 @@ def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) ->
                 hook.tree.check(module)
     for name, parameter in model.named_parameters():
         if name in plan.experts:
-            parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron-LM's sign: not alike over replicas
+            parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron-LM's sign: it differs over replicas
 
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
@@ -177,17 +165,16 @@ _SEED = re.compile(r"_init_(\w*seed)")
 
 
 def draw_seeds_alike(model: nn.Module) -> None:
-    """Let layers draw the seed that they take for each forward from torch's CPU generator; :func:`undo` undoes it.
+    """Let layers draw the seed of each forward from torch's CPU generator; :func:`undo` undoes it.
 
-    Reversible layers compute their activations twice, and seed the generators before. A seed that each process takes
-    from its operating system would let the ranks of a tensor-parallel group drop other elements of the same activation,
-    and hash it into other buckets. The default generator is the same on all of them.
+    Reversible layers compute their activations twice, and seed the generators before. With a seed of each process,
+    ranks would drop other elements of the same activation, and hash it into other buckets.
     """
     for module in model.modules():
         kind: Any = type(module)
         for name, attribute in _renewals(kind):
             if attribute in vars(module):
-                bind(module, _OWNER, **{name: _drawn(attribute)})
+                bind(module, _OWNER, **{name: functools.partial(_renew, attribute)})
 
 
 @functools.cache
@@ -197,10 +184,7 @@ def _renewals(kind: Any) -> tuple[tuple[str, str], ...]:
     return tuple((name, str(match[1])) for name, match in found if callable(getattr(kind, name)))
 
 
-def _drawn(attribute: str) -> Callable[[Any], None]:
-    def renew(self: Any) -> None:
-        seed = int(torch.randint(2**62, (), device="cpu").item())
-        setattr(self, attribute, seed)
-        torch.manual_seed(seed)
-
-    return renew
+def _renew(attribute: str, module: Any) -> None:
+    seed = int(torch.randint(2**62, (), device="cpu").item())
+    setattr(module, attribute, seed)
+    torch.manual_seed(seed)

@@ -1,18 +1,17 @@
-"""Forward hooks of a parallelized model: checks before a forward, and full tensors in what it is given and returns.
+"""Forward hooks of a parallelized model: checks before a forward, and full tensors in its arguments and outputs.
 
 Hooks are objects, so that ``copy.deepcopy`` of the model copies them.
 
-[Note: hooks and torch.compile] Dynamo traces the hooks of a compiled model. Comparing ranks there would break the
-graph, or run once while the graph is made and never again. So the checks before a forward are one operation that the
-compiler cannot look into, which runs whenever the graph does. It returns copies of the tensors that the forward begins
-with, so that everything else in the graph comes after it. ``torch.compile(model)`` calls the hooks of ``model`` outside
-of its graph; a function that calls the model, or a model around it, has them inside. Hooks support both:
-:func:`no_graph_of_its_own`.
+[Note: hooks and torch.compile] Dynamo traces the hooks of a compiled model. A comparison of ranks there would break the
+graph, or run only while the graph is made. So the checks before a forward are one operation, opaque to the compiler,
+which returns copies of the tensors that the forward begins with: everything else in the graph comes after it.
+``torch.compile(model)`` calls the hooks of ``model`` outside of its graph; a function or a model around it has them
+inside. Hooks support both: :func:`no_graph_of_its_own`.
 
 Blocks return attention maps of this rank's heads, and hidden states of this rank's part of the sequence: users get
-both in full. A cache that the parallelized model filled holds this rank's KV heads only: an attribute marks it. In a
-cache that the user gives, keys and values of all heads are sharded as the attention layer's heads are, inside the
-graph: the gradient of each rank's heads is gathered, and that of heads which several ranks hold is summed.
+both in full. A cache that the parallelized model filled holds this rank's KV heads only: an attribute marks it. A cache
+of the user has all heads: they are sharded as the attention layer's are, inside the graph, so each rank's gradient is
+gathered, and gradients of heads that several ranks hold are summed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -101,7 +101,7 @@ _begin_forward: Any = torch.library.custom_op(
     _run,
     mutates_args=(),
     schema="(Tensor[] tensors, int key, str names, str others) -> Tensor[]",
-    tags=[torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [],
+    tags=[torch.Tag.cudagraph_unsafe],
 )
 _begin_forward.register_fake(_on_meta)
 _begin_forward.register_autograd(_backward)
@@ -112,12 +112,17 @@ _OTHER_HEADS = ("kv_heads", "state_heads", "key_heads", "value_heads")
 
 def head_layouts(plan: Plan) -> list[Layout]:
     """Return the different layouts of attention heads in this model; one element is one head."""
+    blocks = (block for module in plan.modules.values() if module.layout is not None for block in module.layout.blocks)
+    return [layout for layout in _of_heads(blocks, _OTHER_HEADS) if not layout.replicated]
+
+
+def _of_heads(blocks: Iterable[Block], other: Sequence[str]) -> tuple[Layout, ...]:
+    """Return the different layouts of heads, but for ``other`` units; one element is one head."""
     found: dict[Any, Layout] = {}
-    for module in plan.modules.values():
-        for block in module.layout.blocks if module.layout is not None else ():
-            if "heads" in block.unit and block.unit not in _OTHER_HEADS:
-                found[block.count, block.ranges] = Layout.of(1, [Block(block.unit, block.count, 1, block.ranges)])
-    return [layout for layout in found.values() if not layout.replicated]
+    for block in blocks:
+        if "heads" in block.unit and block.unit not in other:
+            found.setdefault((block.count, block.ranges), Layout.of(1, [replace(block, width=1)]))
+    return tuple(found.values())
 
 
 def gather_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
@@ -150,22 +155,18 @@ def _gather_maps(output: Any, maps: list[torch.Tensor], axis: Axis, layouts: lis
 
 
 def _walk(value: Any, change: Any, inside: bool) -> Any:
-    """``value`` with ``change`` applied to each map; ``inside``: below a key that names attention maps."""
+    """Return ``value`` with ``change`` applied to each map; ``inside``: below a key that names attention maps."""
     if isinstance(value, dict):
         for name in list(value):
             entry = value[name]
-            if isinstance(entry, (tuple, list, dict, torch.Tensor)) and not (inside is False and _plain(name, entry)):
-                value[name] = _walk(entry, change, inside or "attentions" in name)
+            below = inside or "attentions" in name
+            if isinstance(entry, dict) or (below and isinstance(entry, (tuple, list, torch.Tensor))):
+                value[name] = _walk(entry, change, below)
         return value
     if isinstance(value, (tuple, list)):
         maps = inside or (len(value) > 0 and all(isinstance(x, torch.Tensor) and x.ndim == 4 for x in value))
         return type(value)([_walk(entry, change, maps) for entry in value]) if type(value) in (tuple, list) else value
     return change(value) if inside and isinstance(value, torch.Tensor) and value.ndim == 4 else value
-
-
-def _plain(name: str, entry: Any) -> bool:
-    """Entries of a dict that hold no maps by their name: hidden states, features, caches."""
-    return "attentions" not in name and not isinstance(entry, dict)
 
 
 _SHARDED = "_autopar_local"
@@ -177,18 +178,14 @@ Layouts = Mapping[int, tuple[Layout, ...]]
 
 def cache_layouts(model: nn.Module) -> Layouts:
     """Return the layouts of heads in the attentions of ``model``, which is sharded already; KV heads first."""
-    found: dict[int, dict[Any, Layout]] = {}
+    found: dict[int, list[Block]] = {}
     for module in model.modules():
         number = vars(module).get("layer_idx")
-        if not isinstance(number, int):
-            continue
-        layouts = [one for inside in module.modules() for one in vars(inside).get("autopar_layouts", {}).values()]
-        every = (block for one in layouts for block in one.blocks)
-        blocks = [block for block in every if "heads" in block.unit and block.unit not in _NOT_CACHED]
-        for block in sorted(blocks, key=lambda block: "kv" not in block.unit):
-            heads = Layout.of(1, [Block(block.unit, block.count, 1, block.ranges)])
-            found.setdefault(number, {}).setdefault((block.count, block.ranges), heads)
-    return {number: tuple(layouts.values()) for number, layouts in found.items()}
+        if isinstance(number, int):
+            layouts = [one for inside in module.modules() for one in vars(inside).get("autopar_layouts", {}).values()]
+            blocks = [block for one in layouts for block in one.blocks]
+            found.setdefault(number, []).extend(sorted(blocks, key=lambda block: "kv" not in block.unit))
+    return {number: heads for number, blocks in found.items() if (heads := _of_heads(blocks, _NOT_CACHED))}
 
 
 class ShardCaches:
@@ -287,9 +284,9 @@ def attach(
     """Register hooks on ``model`` and its base model (which users call by itself, too).
 
     Args:
-        failures: where forwards publish their errors.
-        check: compares over tp and cp when a forward begins; None for no checks.
-        sharded: whether layers use the region, or ranks share a forward; without, there is nothing around a forward.
+        failures: Log in which forwards publish their errors.
+        check: Object that compares over tp and cp when a forward begins; None for no checks.
+        sharded: True if layers use the region, or ranks share a forward; without, a forward needs no hooks.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in callable_alone(model):
@@ -305,15 +302,13 @@ def attach(
         if isinstance(module, PreTrainedModel) and mpu.tp_pp.size > 1:
             module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
             module.register_forward_hook(MarkCaches())
-        module._autopar_failures = failures  # type: ignore[assignment]
-        module._autopar_check = check
-        module._autopar_region = region  # type: ignore[assignment]
+        vars(module).update(zip(_NAMES, (failures, check, region), strict=True))
 
 
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     for module in callable_alone(model):
-        remove_forward_hooks(module, _HOOKS)
+        remove_forward_hooks(module, (Hook, ShardCaches, MarkCaches))
         for name in _NAMES:
             module.__dict__.pop(name, None)
 
@@ -327,7 +322,7 @@ class BeforeForward(Hook):
     """Forward pre-hook: check weights, modules, and consistency over tp and cp, before the outermost model runs.
 
     Attributes:
-        key: by which graphs find this object; copies have keys of their own.
+        key: Number by which graphs find this object; a copy has its own.
     """
 
     outermost = together = False
@@ -380,7 +375,7 @@ class BeforeForward(Hook):
             self.check.before_forward(model, arguments, compiled=compiled, going_on=going_on)
 
     def _or_report(self, step: Callable[[], T]) -> T:
-        """Do what this rank alone may refuse the forward for; then the others raise as well."""
+        """Run a step that this rank alone may refuse; then the other ranks raise as well."""
         try:
             return step()
         except Exception as error:
@@ -409,9 +404,6 @@ class AfterForward(Hook):
         if check is not None and (output is not None or getattr(sys.exc_info()[1], "completes", False)):
             check.after_forward(model)
         return None if output is None else gather_attentions(output, self.mpu.tp, self.layouts)
-
-
-_HOOKS = (Hook, ShardCaches, MarkCaches)
 
 
 def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

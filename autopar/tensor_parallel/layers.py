@@ -38,15 +38,15 @@ class ParallelLayer:
     autopar: ModulePlan
     autopar_layouts: dict[str, Layout]
     chunk: int | None = None  # a language model's head: tokens whose logits are made at a time, 0 for all
-    skip_bias_add = False  # a layer that returns its bias beside its output
+    skip_bias_add = False  # a layer that returns output and bias
     weight: Any
     bias: Any
     training: bool
-    _parameters: Any  # those of nn.Module, read without its search for a name
+    _parameters: Any  # nn.Module's, read without its search for a name
     _multiply: Any  # (x, weight, bias) -> y
 
     def __repr__(self) -> str:
-        return nn.Module.__repr__(self)  # type: ignore[arg-type]  # some plain layers have one of their own
+        return nn.Module.__repr__(self)  # type: ignore[arg-type]  # some plain layers define one
 
     def _parameter(self, name: str) -> torch.Tensor:
         """A parameter for use in forward: where ranks replicate its units, their gradients are summed."""
@@ -55,10 +55,9 @@ class ParallelLayer:
         return sum_replicas(parameter, self.tp, layout) if layout is not None and layout.replicated else parameter
 
     def _plain(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Weight and bias where, without gradients, the layer only multiplies and sums: a token costs many such calls.
+        """Return weight and bias if, without gradients, the layer only multiplies and sums: a token costs many calls.
 
-        None where a dry run follows tensors, where dropout draws, where the bias is returned beside the output, and
-        where the parameters are not the module's own (parametrizations).
+        None where a dry run follows tensors, dropout draws, the bias is returned, or parameters are parametrized.
         """
         own = self._parameters
         if self.skip_bias_add or "bias" not in own or not self.region.only_computes(self.training):
@@ -85,7 +84,7 @@ def look_up(
     """
     (start, stop) = next(iter(layout.ranges(axis.rank)), (0, 0))
     _check_ids(ids, layout.size)
-    elsewhere = weight.stride() == (0, 0)  # one number stands for a table that another stage has: nobody needs the sum
+    elsewhere = weight.stride() == (0, 0)  # one number stands for a table of another stage: the sum is not needed
     if start == stop:  # no rows here: zeros that are part of the graph
         y: torch.Tensor = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
         return y if elsewhere else reduce_(y, axis)
@@ -152,7 +151,7 @@ class Column(ParallelLayer):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole logits, which are gathered when somebody reads them."""
+        """Return the full logits, gathered lazily."""
         weight, bias = self.weight, self.bias
         layout, name = self.autopar_layouts["weight"], self.region.name_logits()
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)

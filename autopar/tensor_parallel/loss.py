@@ -43,7 +43,9 @@ def reduced(
     flat = target.reshape(-1).long()  # [tokens]
     ignored = flat == ignore_index
     check_targets(flat, ignored, sum(widths))
-    found = losses(_find(flat, ignored, sum(widths[: axis.rank]), width))  # [tokens]
+    column = flat - sum(widths[: axis.rank])
+    mine = (column >= 0) & (column < width)
+    found = losses(Targets(column.masked_fill(~mine, 0), mine, ignored))  # [tokens]
     if reduction == "none":
         return found.view(target.shape)
     return found.sum() if reduction == "sum" else found.sum() / (~ignored).sum()
@@ -77,7 +79,7 @@ def _check_widths(found: torch.Tensor, widths: list[int]) -> None:
     if found.is_meta:
         return
     if not found.is_cpu:
-        expected = torch.tensor(widths, dtype=found.dtype).to(found.device, non_blocking=True)  # nobody waits for it
+        expected = torch.tensor(widths, dtype=found.dtype).to(found.device, non_blocking=True)  # the host does not wait
         right = found == expected
         assert_soon(right.all(), f"the ranks' logits are not {widths} columns wide")
     elif found.tolist() != widths:
@@ -95,14 +97,8 @@ class Targets(NamedTuple):
     ignored: torch.Tensor
 
     def of(self, some: slice) -> Targets:
-        """Return those of some tokens."""
+        """Return the targets of some tokens."""
         return Targets(self.column[some], self.mine[some], self.ignored[some])
-
-
-def _find(target: torch.Tensor, ignored: torch.Tensor, start: int, width: int) -> Targets:
-    column = target - start
-    mine = (column >= 0) & (column < width)
-    return Targets(column.masked_fill(~mine, 0), mine, ignored)
 
 
 def _stats_of(x: torch.Tensor, targets: Targets, label_smoothing: float) -> torch.Tensor:
@@ -148,7 +144,7 @@ def _gradient(
     label_smoothing: float,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Return the gradient ``[tokens, vocab/tp]`` of the logits from that of the losses, ``[tokens]``."""
+    """Return the gradient ``[tokens, vocab/tp]`` of the logits from the losses' gradient, ``[tokens]``."""
     out = (_wide(logits) - log_total.unsqueeze(1)).exp_()  # softmax
     if logits.shape[1]:
         at_target = targets.mine.to(out.dtype).unsqueeze(1) * (label_smoothing - 1.0)
@@ -190,7 +186,7 @@ def _cross_entropy_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | N
 
 
 def _chunked_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """All tokens at once: what is differentiated again is kept."""
+    """Return the gradients for all tokens at once: they are kept, to be differentiated again."""
     log_total, column, mine, ignored, *saved = ctx.saved_tensors
     ctx.shards.head.seen.went_back = True
     with torch.enable_grad():
@@ -235,13 +231,8 @@ def sharded_cross_entropy(
 ) -> torch.Tensor:
     """Compute ``F.cross_entropy`` from this rank's part of logits ``[tokens, vocab]`` or ``[vocab]``.
 
-    With a pending head the logits of ``shards.chunk`` tokens are the most that exist, forward and backward.
-
-    Args:
-        target: ``[tokens]`` Replicate, or a scalar.
-
-    Returns:
-        Replicate, as ``[tokens]`` for ``"none"``, else a scalar; float32, or float64 for float64 logits.
+    ``target`` is ``[tokens]`` or a scalar. The result is replicated: ``[tokens]`` for ``"none"``, else a scalar;
+    float32, or float64 for float64 logits. With a pending head at most the logits of ``shards.chunk`` tokens exist.
     """
     axis, layout = shards.axis, shards.layout
     check_options(label_smoothing, reduction)

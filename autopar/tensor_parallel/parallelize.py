@@ -1,10 +1,11 @@
 """Apply a plan to a model in place, undo it, and gather or load its full state.
 
-``print(model)`` shows the sizes of sharded layers on this rank and of the whole tensors.
+``print(model)`` shows the sizes of sharded layers on this rank and of the full tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -24,7 +25,7 @@ from autopar.distributed.rng import kept
 from autopar.errors import PolicyError
 from autopar.layout import Layout
 from autopar.plan.matching import drop_plain_forward
-from autopar.plan.plan import AttributePlan, ModulePlan, Plan
+from autopar.plan.plan import ModulePlan, Plan
 from autopar.stored import StoredWeight, stored_weight
 from autopar.swap import bind, mixed_class, set_value, unbind, view_of_config
 from autopar.tensor_parallel.layers import (
@@ -47,15 +48,12 @@ _OWNER = "printed sizes"
 def _extra_repr(self: Any) -> str:
     axis: Axis = self.tp
     layouts: dict[str, Layout] = self.autopar_layouts
-    sizes = []
+    tensors, sizes = {**own_buffers(self), **own_parameters(self)}, []
     for name, layout in layouts.items():
-        tensor = own_parameters(self).get(name)
-        tensor = own_buffers(self).get(name) if tensor is None else tensor
-        if tensor is not None:
+        if tensors.get(name) is not None:
             stored = stored_weight(self) if name == "weight" else None
-            here = list(tensor.shape if stored is None else stored.shape)
-            whole = [*here[: layout.dim], layout.size, *here[layout.dim + 1 :]]
-            sizes.append(f"{name} {here} of {whole}")
+            here = list(tensors[name].shape if stored is None else stored.shape)
+            sizes.append(f"{name} {here} of {[*here[: layout.dim], layout.size, *here[layout.dim + 1 :]]}")
     place = f"{axis.name} {axis.rank}/{axis.size}: {', '.join(sizes)}" if sizes else ""
     return "; ".join(part for part in (type(self).extra_repr(self), place) if part)
 
@@ -66,12 +64,12 @@ _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features
 def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis | None = None) -> None:
     """Shard ``model`` for ``axis.rank``, in place; no communication.
 
-    Parameter objects keep their identity: ``param.data`` (and ``param.grad``) become the shard, ``id(param)`` stays,
-    so an optimizer made before goes on working.
+    ``param.data`` (and ``param.grad``) become the shard; ``id(param)`` stays, so an earlier optimizer continues to
+    work.
 
     Args:
-        shards: the ranks over which experts are sharded, where these are more than those of ``axis``; None: of a dry
-            run, which sends nothing.
+        shards: Axis over which experts are sharded, if that is more than ``axis``; None: a dry run, which sends
+        nothing.
     """
     if plan.shards == 1:
         return
@@ -108,18 +106,18 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis
         if getattr(getattr(experts, "config", None), EXPERTS, None) == "grouped_mm" and any(n % 16 for n in sizes):
             set_value(view_of_config(experts), EXPERTS, "eager")
     for attribute in plan.attributes:
-        of_experts = len(attribute.values) > axis.size
-        _set(modules[attribute.path], attribute, attribute.values[(shards if of_experts else axis).rank])
+        holder, of_experts = modules[attribute.path], len(attribute.values) > axis.size
+        value = attribute.values[(shards if of_experts else axis).rank]
+        if attribute.name.startswith("config."):
+            set_value(view_of_config(holder), attribute.name.removeprefix("config."), value)
+        else:
+            setattr(holder, attribute.name, value)
 
 
 def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
     """Make a layer the parallel one of its plan, in place; its parameters stay as they are."""
-    if (
-        plan.rule not in ("sharded", "one_expert")
-        or any(layout.replicated for layout in plan.layouts.values())
-        or plan.summed
-        or plan.inputs
-    ):
+    special = plan.summed or plan.inputs or any(layout.replicated for layout in plan.layouts.values())
+    if special or plan.rule not in ("sharded", "one_expert"):
         module.__class__ = parallel_class(type(module), plan, stored_weight(module))
     vars(module).update(tp=axis, region=region, autopar=plan, autopar_layouts=dict(plan.layouts))
 
@@ -133,14 +131,13 @@ def swap_back(module: nn.Module) -> None:
 
 
 def resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
-    """Set the sizes among a module's attributes to those of its weight (``rank`` None: of the full one).
+    """Set the sizes among a module's attributes to its weight's (``rank`` None: the full one's).
 
-    Layers whose output is full, as those of the head and the words are, keep the full sizes: losses read them.
+    Layers whose output is full, as the head's and the words', keep the full sizes: losses read them.
     """
     if plan.rule in ("sharded", "one_expert"):
         _resize_plain(module, plan, rank)
-    names: tuple[str, ...] = _SIZES.get(plan.rule, ())
-    for name in names:
+    for name in _SIZES.get(plan.rule, ()):
         if name in vars(module) and plan.layout is not None and not plan.gather_output:
             setattr(module, name, plan.layout.size if rank is None else plan.layout.local_size(rank))
 
@@ -168,13 +165,6 @@ def _resize_plain(module: nn.Module, plan: ModulePlan, rank: int | None) -> None
         setattr(module, "embedding_dim" if weight.dim else "num_embeddings", size)
     elif isinstance(module, nn.Linear):
         setattr(module, "in_features" if weight.dim else "out_features", size)
-
-
-def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
-    if plan.name.startswith("config."):
-        set_value(view_of_config(module), plan.name.removeprefix("config."), value)
-    else:
-        setattr(module, plan.name, value)
 
 
 def undo(model: nn.Module, plan: Plan) -> None:
@@ -217,24 +207,15 @@ def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:
     return torch.zeros_like(parameter.data) if present.item() and parameter.grad is None else parameter.grad
 
 
-_LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
-    ("column", False): ColumnParallelLinear,
-    ("row", False): RowParallelLinear,
-    ("column", True): ColumnParallelConv1D,
-    ("row", True): RowParallelConv1D,
-    ("embedding", False): VocabParallelEmbedding,
-    ("embedding", True): HiddenParallelEmbedding,
+_LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # the second one of Conv1D, or by columns
+    "column": (ColumnParallelLinear, ColumnParallelConv1D),
+    "row": (RowParallelLinear, RowParallelConv1D),
+    "embedding": (VocabParallelEmbedding, HiddenParallelEmbedding),
 }
-
-
-_REGION_MODULES: dict[str, type[RegionModule]] = {"norm_over": ShardedNorm}
 
 
 def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeight | None = None) -> type[nn.Module]:
     """Return the class that a module of class ``plain`` becomes; subclasses keep their own behaviour (``embed_scale``).
-
-    Args:
-        stored: The weight of the module, if a library stores it in another form.
 
     Raises:
         PolicyError: the class computes something else than the layer that the rule is for.
@@ -247,10 +228,11 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeigh
             raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
         return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")  # type: ignore[arg-type]
     if plan.rule in ("column", "row", "embedding"):
-        layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
+        layer = _LAYERS[plan.rule][plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
-    found: Any = _REGION_MODULES.get(plan.rule) or registry.entry("rules", plan.rule, plan.where) or RegionModule
+    found: Any = ShardedNorm if plan.rule == "norm_over" else None
+    found = found or registry.entry("rules", plan.rule, f"the rule '{plan.rule}' ({plan.where})") or RegionModule
     mixin = found if isinstance(found, type) else found(plain)
     return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
 
@@ -271,20 +253,16 @@ def _layer_class(plain: Any, parallel: Any) -> Any:
 
 
 def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:
-    """Raise unless a subclass with a forward of its own (Falcon's ``x @ W.T``) computes what torch's class does."""
-    same = False
-    try:
-        with torch.device("cpu"), kept(), torch.no_grad():
-            module = plain(3, 5)
-            x = torch.arange(3) if issubclass(plain, nn.Embedding) else torch.randn(2, 3)
-            same = torch.allclose(module(x), torch_class.forward(module, x), rtol=1e-4, atol=1e-5)
-    except Exception:
-        same = False
-    if not same:
-        raise PolicyError(
-            f"{plain.__name__} has a forward of its own that does something else than {torch_class.__name__}'s, "
-            f"or needs more to be made: only {{replicated: UNIT}} fits it"
-        )
+    """Raise unless a subclass with a custom forward (Falcon's ``x @ W.T``) computes the same as torch's class."""
+    with contextlib.suppress(Exception), torch.device("cpu"), kept(), torch.no_grad():
+        module = plain(3, 5)
+        x = torch.arange(3) if issubclass(plain, nn.Embedding) else torch.randn(2, 3)
+        if torch.allclose(module(x), torch_class.forward(module, x), rtol=1e-4, atol=1e-5):
+            return
+    raise PolicyError(
+        f"{plain.__name__} has a forward of its own that does something else than {torch_class.__name__}'s, "
+        f"or needs more to be made: only {{replicated: UNIT}} fits it"
+    )
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

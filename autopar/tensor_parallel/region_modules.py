@@ -1,4 +1,4 @@
-"""Region modules: no layers of their own kind, but at the border of a sharded region, or with parameters inside it.
+"""Region modules: no parallel layers, but at the border of a sharded region, or with parameters inside it.
 
 A plain module becomes one by a class swap, like the layers. Around its own forward:
 
@@ -21,7 +21,6 @@ own.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,7 +36,7 @@ from autopar.distributed.collectives import copy, gather, reduce, scatter, sum_r
 from autopar.errors import PolicyError
 from autopar.layout import Layout
 from autopar.plan.plan import InputPlan, ModulePlan
-from autopar.swap import mixed_class
+from autopar.swap import argument_names, mixed_class
 from autopar.tensor_parallel.regions import Region
 
 
@@ -100,7 +99,7 @@ class RegionModule:
         self, inputs: tuple[InputPlan, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, with those tensors sharded that are planned to be."""
-        names, values, named = argument_names(type(self)), list(args), dict(kwargs)  # type: ignore[arg-type]
+        names, values, named = argument_names(self), list(args), dict(kwargs)
         for planned in inputs:
             place = names.index(planned.name)
             if place < len(values) and isinstance(values[place], torch.Tensor):
@@ -123,13 +122,6 @@ class RegionModule:
 def _map_floats(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
     """Map the floating-point tensors in nested values."""
     return tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, values)
-
-
-@functools.cache
-def argument_names(kind: type[nn.Module]) -> list[str]:
-    """Return the names of the arguments that a parallel module's plain forward takes."""
-    plain = next(c for c in kind.__mro__ if issubclass(c, nn.Module) and not issubclass(c, RegionModule))
-    return [name for name in inspect.signature(plain.forward).parameters if name != "self"]
 
 
 def _gradient_property(name: str) -> property:
@@ -169,7 +161,7 @@ class ShardedNorm(RegionModule):
 
 
 class GlobalMeans(TorchFunctionMode):
-    """Take means over the last dim over the features of all ranks; ``given`` to the norm is what it works on."""
+    """Take means over the last dim over the features of all ranks; ``given``: arguments of the norm."""
 
     def __init__(self, plan: ModulePlan, axis: Axis, given: tuple[Any, ...]) -> None:
         super().__init__()
@@ -211,7 +203,7 @@ class GlobalMeans(TorchFunctionMode):
                 f"{x.shape[-1]}: it has groups, write {{norm_over: ..., within: GROUPS}} or {{sharded: ...}}",
                 self.where,
             )
-        if layout.replicated:  # a lower rank adds what it holds too
+        if layout.replicated:  # a lower rank adds shared elements
             owned = x.new_zeros(x.shape[-1])
             for start, stop in layout.owned_local(axis.rank):
                 owned[start:stop] = 1
@@ -221,7 +213,7 @@ class GlobalMeans(TorchFunctionMode):
     def _mean_of_groups(self, x: torch.Tensor, groups: Layout) -> torch.Tensor:
         axis = self.axis
         if not groups.replicated:
-            return x.mean(-1, keepdim=True)  # this rank holds whole groups
+            return x.mean(-1, keepdim=True)  # groups are not split
         ((start, stop),) = groups.ranges(axis.rank)
         sums = x.sum(-1, keepdim=True)  # [..., groups of this rank, 1]
         own = torch.zeros(groups.size, device=x.device, dtype=x.dtype)
@@ -248,7 +240,7 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _over_ranks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum over the ranks, forward and backward: each rank goes on to use the sum for its own features."""
+    """Sum over the ranks, forward and backward: each rank uses the sum for its features."""
     return copy(reduce(x, axis), axis)
 
 

@@ -1,19 +1,17 @@
 """Sharded regions of a model: one copy per input that enters, and random draws that differ over tp inside.
 
-[Note: regions and random draws] Between a column-parallel layer and the next row-parallel one activations are sharded
-over tp; everywhere else they are replicated. Dropout must draw the same on all tp ranks outside such a region and
-differently inside. Outside, the default generators are used as they are; they are made equal at ``initialize``. A
-region draws one number from the default CPU generator (all ranks draw the same one) and seeds the default generators
-with that number and the tp rank; at its end their states are restored. So a region's masks follow from the state at its
-start alone: activation checkpointing, which restores that state, recomputes the same masks, and
-a checkpoint of the default generators is a checkpoint of everything. Megatron-LM keeps a second stream in a tracker
-instead (core/tensor_parallel/random.py), which :mod:`autopar.tensor_parallel` offers too.
-
-Nothing is drawn, saved or restored unless the model is in training mode and some dropout probability is above zero.
+[Note: regions and random draws] Activations are sharded over tp between a column-parallel layer and the next
+row-parallel one, and replicated elsewhere. Dropout must draw the same on all tp ranks outside of such a region and
+differently inside. Outside, the default generators are used, equal since ``initialize``. A region draws one number from
+the default CPU generator, the same on all ranks, and seeds the default generators with that number and the tp rank; at
+its end their states are restored. So its masks follow from the state at its start alone: recomputation, which restores
+that state, draws the same masks, and the default generators are all that a checkpoint needs. Megatron-LM has a second
+stream in a tracker instead (core/tensor_parallel/random.py). Nothing is drawn or restored unless the model is in
+training mode and some dropout probability is above zero.
 
 [Note: order of the backward pass] The gradient at the entry of a region is all-reduced over the ranks while the weight
-gradient of its first layer is computed. torch's engine runs of all nodes that are ready the one that was made last. So
-the nodes are made in this order, and run in the reverse one:
+gradient of its first layer is computed. torch's engine runs the youngest ready node. So the
+nodes are made in this order, and run in the reverse one:
 
     wait          the gradient of x: waits for the sum, made first
     weight        the gradient of the first layer's weight, [out/tp, in]
@@ -22,7 +20,7 @@ the nodes are made in this order, and run in the reverse one:
     attach        hands the gradient of y to the layer and to ``weight``
 
 A backward with ``create_graph=True`` overlaps nothing: ``wait`` sums. There the gradient of x has to depend on W, and
-that of W on x, but the layer and ``weight`` have detached ones. ``attach`` adds the difference: 0, with derivatives.
+the one of W on x, but the layer and ``weight`` have detached ones. ``attach`` adds the difference: 0, with derivatives.
 Megatron-LM has one function for a layer instead, and so one all-reduce for each of q, k and v
 (core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
 """
@@ -66,21 +64,19 @@ def _marked(kind: str) -> Callable[..., torch.Tensor]:
 class Region:
     """State of the parallel layers of one model while its forward runs. One per model.
 
-    Args:
-        axis: the tp axis.
-
     Attributes:
-        sequence: what shards sequences between regions; None: nothing does. ``begin()`` is called when the outermost
-            model begins a forward, ``after_forward(model, output)`` when a model ends one; it returns the output.
-        rows: the shards of sequences that are computed with now: ``sum(y)`` sums the output of a region into this
-            rank's shard; ``training`` is the mode of the module around it. None: full sequences.
-        entered: a full sequence that entered the region: ``is_whole(x)`` returns whether ``x`` is it, ``enter()`` what
-            layers read, ``late_weight(weight, gradient)`` what a layer attaches to its output.
-        beginning: called with the model when a forward begins, before ranks compare; each function returns values by
+        axis: The tp axis.
+        sequence: Object that shards sequences between regions, or None. ``begin()`` is called when the outermost model
+            begins a forward, ``after_forward(model, output)`` when a model ends one; it returns the output.
+        rows: Sequence shards of the running computation, or None: ``sum(y)`` sums the output of a region into this
+            rank's shard; ``training`` is the mode of the module around it.
+        entered: Full sequence that entered the region: ``is_whole(x)`` returns whether ``x`` is it, ``enter()`` the
+            input of layers, ``late_weight(weight, gradient)`` the object that a layer attaches to its output.
+        beginning: Functions of the model, called when a forward begins, before ranks compare; each returns values by
             name that must be identical on all ranks.
-        ending: called when the outermost forward has ended.
-        check_thread: called before a forward, unless it is None; raises ConfigError if another thread runs some whose
-            collectives would meet those of this one.
+        ending: Functions that are called when the outermost forward has ended.
+        check_thread: Function that is called before a forward, or None; raises ConfigError if the collectives of a
+            forward in another thread would meet this one's.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -138,7 +134,7 @@ class Region:
         self._dropouts = [(owner, name, _entries(owner)) for owner, name in found]
 
     def start(self) -> None:
-        """Start a forward: clear what an interrupted one left behind, see which dropouts are on.
+        """Start a forward: clear what an interrupted one left, see which dropouts are on.
 
         The state does not depend on the mode: activation checkpointing may recompute after other modes were used.
         """
@@ -169,28 +165,21 @@ class Region:
         self._has_labels, self._logits_made = has_labels, 0
 
     def keeps_logits_sharded(self, training: bool, nbytes: int) -> bool:
-        """Return whether the head may leave its logits sharded: probably a loss is all that reads them.
-
-        Args:
-            training: mode of the head; ``nbytes``: of the whole logits.
-        """
+        """Return whether the head leaves its logits sharded: probably only a loss reads them."""
         wanted = (self._has_labels or torch.is_grad_enabled()) and not self.is_evaluated(training, nbytes)
         return wanted and self.tracking is None and not torch.compiler.is_compiling()
 
     def is_evaluated(self, training: bool, nbytes: int) -> bool:
-        """Check whether whole logits of so many bytes are gathered in the forward, before they are read.
+        """Check whether full logits of ``nbytes`` are gathered in the forward, before they are read.
 
-        Without gradients somebody is likely to read them, and maybe on one rank only; so too in evaluation mode without
-        labels. Larger logits stay sharded: maybe only the loss is read, and they take memory. The same on all ranks.
-
-        Args:
-            training: mode of the head.
+        Without gradients user code is likely to read them, maybe on one rank only; so too in evaluation mode (not
+        ``training``) without labels. Larger logits stay sharded: they take memory, and maybe only the loss is read.
         """
         trains = torch.is_grad_enabled() and (training or self._has_labels)
         return nbytes <= _AT_ONCE and not trains
 
     def name_logits(self) -> str:
-        """Return which logits the head makes now, in words that are the same on all ranks."""
+        """Return a name of the logits that the head makes now, identical on all ranks."""
         self._logits_made += 1
         again = f", logits {self._logits_made}" if self._logits_made > 1 else ""
         return f"forward {self.forwards} of model {self.model}{again}"
@@ -199,7 +188,7 @@ class Region:
         """Copy ``x`` for a column-parallel layer. Readers of one tensor get the same copy, for one all-reduce.
 
         Args:
-            shared: other layers may read ``x`` too; else the copy that they read last is kept for them.
+            shared: True if other layers may read ``x`` too; else the last copy is kept for them.
         """
         if self.tracking is not None:
             return self.alias(x)
@@ -218,11 +207,11 @@ class Region:
     def enter_first(
         self, x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient
     ) -> tuple[torch.Tensor, Late | None]:
-        """Copy ``x``, ``[..., in]``, for a layer whose weight gradient can be computed while that of ``x`` is summed.
+        """Copy ``x``, ``[..., in]``, for a layer whose weight gradient can be computed while ``x``'s is summed.
 
         Returns:
-            The copy, and what the layer attaches to its output; None if the layer is not the first that
-            reads ``x``, or nothing would overlap. With rows every layer attaches something.
+            The copy, and the object that the layer attaches to its output; None if the layer is not the first reader of
+            ``x``, or nothing would overlap. With rows every layer attaches something.
         """
         if self.entered is not None and self.entered.is_whole(x) and can_compute_late(x, weight):
             return self.enter(x), self.entered.late_weight(weight, gradient)
@@ -236,7 +225,7 @@ class Region:
         return entered, late
 
     def leave(self) -> None:
-        """Leave the region: random draws are alike again. A compiled graph must not keep its activations."""
+        """Leave the region: random draws are replicated again. A compiled graph must not keep its activations."""
         if self.rows is None:
             self.draw_alike()
         else:
@@ -244,8 +233,8 @@ class Region:
         if torch.compiler.is_compiling():
             self.release()
 
-    # What a tensor is from here on, for a dry run; outside of one the tensor itself is returned.
-    alias = _marked("alias")  # for use inside of the region: another tensor, to tell the two apart
+    # Marks of a tensor for a dry run; outside of one the tensor itself is returned.
+    alias = _marked("alias")  # for use inside of the region: another tensor object
     mark_sharded = _marked("mark_sharded")
     mark_replicated = _marked("mark_replicated")
     mark_rows = _marked("mark_rows")  # of the sequence
@@ -271,7 +260,7 @@ class Region:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Draw alike on all tp ranks, inside a region too; behind it draws are again as they were before."""
+        """Draw the same on all tp ranks, inside a region too; afterwards draws continue as before."""
         inside = None if self._outside is None else TorchGenerators.now()
         self.draw_alike()
         try:
@@ -298,13 +287,13 @@ class Region:
             outside.restore()
 
     def _follow(self) -> None:
-        """Go on by rank where a stage's own stream has begun inside, which is what is outside from here on."""
+        """Seed by rank again after a stage has begun its stream inside of the region."""
         followers.remove(self._follow)
         self._seed()
 
 
 def _of_own(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Return where a module that a user wrote keeps probabilities: in a config of any name, or only in its forward."""
+    """Yield where a user-defined module keeps probabilities: in a config of any name, or only in its forward."""
     if type(module).__module__.partition(".")[0] in ("torch", "transformers"):
         return
     for value in vars(module).values():
@@ -326,25 +315,22 @@ _LEAST = 1 << 16
 
 
 def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
-    """Return whether the sum of ``x``'s gradient can run beside the gradient of ``weight``: something else carries it.
-
-    Shared memory does not: there this process sums itself.
-    """
+    """Return whether the sum of ``x``'s gradient can run next to the gradient of ``weight``."""
     return (
         can_compute_late(x, weight)
         and x.requires_grad
         and axis.size > 1
-        and (axis.transport is None or not x.is_cpu)
+        and (axis.transport is None or not x.is_cpu)  # in shared memory this process sums itself
         and (not x.is_meta or in_fake_world())
         and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
     )
 
 
 class WeightGradient(NamedTuple):
-    """How the weight's gradient follows from the input, ``[tokens, in]``, and the output's gradient.
+    """The weight's gradient as a function of the input, ``[tokens, in]``, and the output's gradient.
 
     Attributes:
-        out_dim: dim of the weight that holds the output features.
+        out_dim: Dim of the weight that holds the output features.
         of: ``(x, grad) -> gradient``, ``grad`` being ``[tokens, out/tp]``.
         layer: ``(x, weight) -> [tokens, out/tp]``, of which this is the gradient.
     """
@@ -359,13 +345,13 @@ CONV1D = WeightGradient(1, lambda x, grad: x.t() @ grad, lambda x, weight: x @ w
 
 
 class Late(NamedTuple):
-    """A weight's gradient beside its layer.
+    """A weight's gradient next to its layer.
 
     Attributes:
-        gradient: how it follows.
-        entered: what makes the layer's input ``[tokens, in]`` of ``x``, differentiable.
+        gradient: The function.
+        entered: Function of ``x`` that returns the layer's input ``[tokens, in]``, differentiable.
         tensor: ``[tokens, out/tp]`` without memory, the output of :class:`LateWeight`.
-        weight, x: of the layer, with their graphs.
+        weight, x: The layer's, with their graphs.
     """
 
     gradient: WeightGradient
@@ -384,18 +370,14 @@ def can_compute_late(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.dtype == weight.dtype
         and not torch.compiler.is_compiling()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
-        and not is_watched(x)  # what the layer returns was kept: it must not be written to
+        and not is_watched(x)  # the layer's output was kept: it must not be written to
     )
 
 
 def enter_overlapped(
     x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient, axis: Axis
 ) -> tuple[torch.Tensor, Late]:
-    """Copy ``x``, ``[..., in]``, into a sharded region; its gradient is summed beside that of ``weight``.
-
-    Returns:
-        The copy, and what :func:`attach` needs.
-    """
+    """Copy ``x``, ``[..., in]``, into a region; its gradient is summed next to ``weight``'s."""
     pending = _Pending()
     waiting = _Wait.apply(x, axis, pending)
     tokens = x.detach().flatten(0, -2)
@@ -451,9 +433,9 @@ def _weight_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None,
 
 
 class LateWeight(torch.autograd.Function):
-    """A weight's gradient, computed when that of what a layer made comes: ``[tokens, out/tp]``, without memory.
+    """A weight's gradient, computed when the gradient of a layer's output comes: ``[tokens, out/tp]``, without memory.
 
-    Kept is ``x``, of which ``whole`` makes the layer's input ``[tokens, in]``.
+    It saves ``x``, of which ``whole`` makes the layer's input ``[tokens, in]``.
     """
 
     @staticmethod

@@ -1,16 +1,14 @@
-"""Logits of which a rank has a part, and which are gathered when code reads them, and only then.
+"""Logits of which a rank has a part, gathered lazily: when code reads them.
 
 A language model's head makes ``[..., vocab/tp]`` on each rank, with context parallelism ``[batch, rows/cp, vocab]``.
-Most training steps take a cross entropy of it, which is computed from the parts, and read nothing else; gathering
-``[..., vocab]`` would move more bytes than all blocks together. :class:`ShardedLogits` is the whole tensor that the
-model's own code passes on. Operations of a loss on the logits (it takes some tokens, flattens, casts, scales, caps,
-adds a bias), and ``F.cross_entropy`` itself, are done to the parts; those on tokens even to ``[..., hidden]``, before
-the head's product. Any other operation gathers them and continues with a plain tensor, in the same autograd graph. So
-``outputs.logits`` is what users know.
+Most training steps only take a cross entropy of it, which is computed from the parts; gathering ``[..., vocab]`` would
+move more bytes than all blocks together. :class:`ShardedLogits` is the full tensor that the model's own code passes on.
+Operations of a loss on the logits (it takes some tokens, flattens, casts, scales, caps, adds a bias), and
+``F.cross_entropy`` itself, are done to the parts; those on tokens even to ``[..., hidden]``, before the head's product.
+Any other operation gathers them and continues with a plain tensor, in the same autograd graph.
 
-A view shares memory with what it was taken from, so as soon as one of a family is read, all are whole, and a change in
-place of one is seen by all. Gathering is a collective, so the ranks of the axis meet first: a rank that reads alone
-gets an error, not a hang.
+A view shares memory with its source, so reading one of a family makes all of them plain, and a change in place of one
+is seen by all. Gathering is a collective, so the ranks of the axis meet first: a rank that reads alone gets an error.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ Gradients = Callable[..., Sequence[torch.Tensor | None]]
 
 
 class LogitsPart(ABC):
-    """This rank's part of whole logits. Immutable.
+    """This rank's part of full logits. Immutable.
 
     Attributes:
-        layout: of the dim that is sharded over ``axis``.
-        name: which logits they are, in words that are the same on all ranks.
-        kind, advice: what the layout counts, and what to do instead of reading on one rank, for messages.
-        gets_every_gradient: whether every gradient of the logits comes by its first input.
+        axis, layout: The ranks, and the layout of the sharded dim over them.
+        name: Name of the logits, identical on all ranks.
+        kind, advice: Unit of the layout, and the alternative to reading on one rank, for messages.
+        gets_every_gradient: True if every gradient of the logits comes by its first input.
     """
 
     axis: Axis
@@ -63,7 +61,7 @@ class LogitsPart(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole logits."""
+        """Shape of the full logits."""
 
     @property
     @abstractmethod
@@ -72,7 +70,7 @@ class LogitsPart(ABC):
 
     @property
     def saved(self) -> Sequence[torch.Tensor]:
-        """The tensors that :meth:`gradients` is to be given."""
+        """The tensors that :meth:`gradients` needs."""
         return ()
 
     @abstractmethod
@@ -81,7 +79,7 @@ class LogitsPart(ABC):
 
     @abstractmethod
     def gradients(self) -> Gradients:
-        """Return a function of the whole logits' gradient, and of ``saved``: the gradients of ``inputs``."""
+        """Return a function of the full logits' gradient, and of ``saved``: the gradients of ``inputs``."""
 
     def gradients_again(self) -> Gradients:
         """Return the same function, differentiable; here one that refuses that."""
@@ -89,20 +87,20 @@ class LogitsPart(ABC):
 
     @abstractmethod
     def gathered(self) -> torch.Tensor:
-        """Return the whole logits. A collective of the axis."""
+        """Return the full logits. A collective of the axis."""
 
     @abstractmethod
     def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsPart | None:
-        """Return the part after ``whole.name(*args, **kwargs)``, or None if that needs the whole logits."""
+        """Return the part after ``full.name(*args, **kwargs)``, or None if that needs the full logits."""
 
     @abstractmethod
     def cross_entropy(
         self, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
     ) -> torch.Tensor | None:
-        """Return ``F.cross_entropy`` of the whole logits, or None if that needs them."""
+        """Return ``F.cross_entropy`` of the full logits, or None if that needs them."""
 
 
-# What may share its memory with what it is made of: done again to the whole logits, if those are ever read.
+# Results may share memory with their source: repeated on the full logits, if those are ever read.
 _REPEATED = frozenset(("view", "reshape", "contiguous", "__getitem__", "detach"))
 _COMMUTE = frozenset(("mul", "__mul__", "add", "__add__"))
 _OF_GRADIENTS = ("retain_grad", "register_hook", "grad")
@@ -111,11 +109,11 @@ _OF_GRADIENTS = ("retain_grad", "register_hook", "grad")
 class _Origin:
     """The head's output, and everything made of it."""
 
-    lost = False  # a loss was taken from the parts: no gradient of whole logits will exist
+    lost = False  # a loss was taken from the parts: no gradient of full logits will exist
 
 
 class _Family:
-    """Logits and what may share memory with them: as soon as one is read, all are whole."""
+    """Logits and tensors that may share memory with them: reading one makes all of them plain."""
 
     def __init__(self) -> None:
         self.members: list[weakref.ref[ShardedLogits]] = []  # in the order in which they were made
@@ -131,7 +129,7 @@ class _Family:
 
 
 class ShardedLogits(WholeOnRead):
-    """The whole logits, of which this rank has a part; made by :func:`sharded_logits`.
+    """The full logits, of which this rank has a part; made by :func:`sharded_logits`.
 
     Raises:
         ConsistencyError: on reading, if other ranks of the axis do not read the same within its ``read_timeout``.
@@ -140,14 +138,14 @@ class ShardedLogits(WholeOnRead):
     part: LogitsPart
     _origin: _Origin
     _family: _Family
-    _source: Callable[[], ShardedLogits | None]  # what it was made of, if they may share memory and that still lives
+    _source: Callable[[], ShardedLogits | None]  # its source, if they may share memory and that still lives
     _step: Change | None
     _node: Any  # its place in the graph, as it was made
     _whole: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, part: LogitsPart) -> ShardedLogits:
-        """Make a tensor that has the shape of the whole logits and no memory; no graph, no family yet."""
+        """Make a tensor that has the shape of the full logits and no memory; no graph, no family yet."""
         made: ShardedLogits = wrapper_subclass(cls, part.shape, dtype=part.dtype, device=part.inputs[0].device)
         made.part, made._whole = part, None
         return made
@@ -164,7 +162,7 @@ class ShardedLogits(WholeOnRead):
 
     @property
     def is_whole(self) -> bool:
-        """Whether somebody has read it."""
+        """Whether code has read it."""
         return self._family.is_whole
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -176,11 +174,11 @@ class ShardedLogits(WholeOnRead):
         return self._whole
 
     def gathered(self) -> torch.Tensor:
-        """Return a plain tensor with the same place in the graph, where all ranks are known to do so. A collective."""
+        """Return a plain tensor at the same place in the graph. A collective that all ranks are known to join."""
         return _Gather.apply(self)
 
     def materialize(self) -> None:
-        """Make the plain tensor of these logits, from that of their source or by gathering."""
+        """Make the plain tensor of these logits, from their source's or by gathering."""
         source = self._source()
         if self._whole is not None:
             return
@@ -196,11 +194,11 @@ class ShardedLogits(WholeOnRead):
                 self._whole = self._step(source._whole)
 
     def has_parts(self) -> bool:
-        """Return whether the part still says what the logits are; not of what a function of C++ returned."""
+        """Return whether the part still describes the logits; not of the result of a C++ function."""
         return not self._family.is_whole and self.grad_fn is self._node
 
     def after(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operation makes of this rank's part, ``args`` being those after the logits; else None."""
+        """Return the result of an operation on this rank's part, ``args`` being those after the logits; else None."""
         if name == "cross_entropy":
             return _cross_entropy(self, *args, **kwargs)
         part = self.part.after(name, args, kwargs)
@@ -213,7 +211,7 @@ class ShardedLogits(WholeOnRead):
 
     @classmethod
     def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do to the part what can be done to it; raise if gradients are asked for that will not exist."""
+        """Apply an operation to the part if possible; raise for gradients that will not exist."""
         logits = args[0] if args else kwargs.get("input") if name == "cross_entropy" else None
         if name in _COMMUTE and len(args) == 2 and not isinstance(logits, cls):
             logits, args = args[1], (args[1], args[0])
@@ -235,18 +233,18 @@ class ShardedLogits(WholeOnRead):
         return None
 
     def hook_for_a_library(self, func: Any, hook: Any) -> Any:
-        """Register a hook for torch's own wrappers (FSDP), which ask every output when a gradient comes; or None."""
+        """Register a hook for torch's own wrappers (FSDP), which query every output when a gradient comes; or None."""
         if self.part.gets_every_gradient:
             return self.part.inputs[0].register_hook(hook)
         return without_overrides(func, (self, hook), {}) if self._origin.lost else None
 
 
 def sharded_logits(part: LogitsPart, source: ShardedLogits | None = None, step: Change | None = None) -> ShardedLogits:
-    """Return the whole logits of which ``part`` is this rank's, with gradients to what that is made of.
+    """Return the full logits of which ``part`` is this rank's, with gradients to its inputs.
 
     Args:
-        source: logits that they were made of, if not by the head.
-        step: what made them, if they may share memory with ``source``.
+        source: Logits that they were made of, if not by the head.
+        step: Function that made them, if they may share memory with ``source``.
     """
     if not torch.is_grad_enabled():
         part = part.detached()
@@ -255,7 +253,7 @@ def sharded_logits(part: LogitsPart, source: ShardedLogits | None = None, step: 
     made._family, made._source, made._step, made._whole = _Family(), lambda: None, step, None
     made._node = without_overrides(lambda: made.grad_fn, (), {})
     if source is not None and step is not None:
-        keeps = source.grad_fn is None or made._node is not None  # one without a graph must not keep that of another
+        keeps = source.grad_fn is None or made._node is not None  # one without a graph must not keep another's
         made._family, made._source = source._family, (lambda: source) if keeps else weakref.ref(source)
     made._family.members.append(weakref.ref(made))
     return made
@@ -281,7 +279,7 @@ def _cross_entropy(
 
 
 class _Wrap(torch.autograd.Function):
-    """From what the part is made of to the whole logits: their place in the graph."""
+    """From the inputs of the part to the full logits: their place in the graph."""
 
     @staticmethod
     def forward(ctx: Any, part: LogitsPart, *inputs: torch.Tensor) -> ShardedLogits:
@@ -297,7 +295,7 @@ class _Wrap(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """From the whole logits to a plain tensor of the same values."""
+    """From the full logits to a plain tensor of the same values."""
 
     @staticmethod
     def forward(ctx: Any, logits: ShardedLogits) -> torch.Tensor:
@@ -314,7 +312,7 @@ class Head(NamedTuple):
     """The product that makes logits: ``[..., hidden] -> [..., vocab/tp]``.
 
     Attributes:
-        seen: of the forward: the weights' versions then, and whether a gradient went back.
+        seen: State at the forward: the weights' versions, and whether a gradient went back.
     """
 
     weight: torch.Tensor  # [vocab/tp, hidden]
@@ -325,7 +323,7 @@ class Head(NamedTuple):
         return F.linear(x, self.weight, self.bias)
 
     def check(self) -> None:
-        """Raise ConsistencyError if the product would be another one than in the forward."""
+        """Raise ConsistencyError if the product would differ from the forward's."""
         state = self.seen
         if state.went_back or any(version_of(x) != version for x, version in state.versions):
             raise ConsistencyError(
@@ -335,8 +333,6 @@ class Head(NamedTuple):
 
 
 class HeadState:
-    """A head's weights at the time when logits were asked for."""
-
     def __init__(self, weights: list[torch.Tensor]) -> None:
         self.versions = [(x, version_of(x)) for x in weights]
         self.went_back = False
@@ -344,16 +340,15 @@ class HeadState:
 
 @dataclass(frozen=True)
 class Shards(LogitsPart):
-    """This rank's columns of the logits, or what they are made of.
+    """This rank's columns of the logits, or the tensors that they are made of.
 
     Attributes:
         rows: ``[..., vocab/tp]``, or ``[..., hidden]`` with a ``head``.
-        layout: of the vocabulary over ``axis``; each rank has one range.
-        dtype: of the logits; ``rows`` may still be narrower.
-        name: which logits they are, in words that are the same on all ranks.
-        chunk: tokens whose logits the loss makes at a time, with a ``head``.
-        head: makes ``[..., vocab/tp]`` of ``rows``; None if they are that.
-        changes: what is done to the product, element by element.
+        layout: Layout of the vocabulary over ``axis``; each rank has one range.
+        dtype: Dtype of the logits; ``rows`` may still be narrower.
+        chunk: Tokens whose logits the loss makes at a time, with a ``head``.
+        head: Product that makes ``[..., vocab/tp]`` of ``rows``; None if they are that.
+        changes: Functions of the product, element by element.
     """
 
     rows: torch.Tensor
@@ -375,12 +370,10 @@ class Shards(LogitsPart):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``[..., vocab]``, of the whole logits."""
         return (*self.rows.shape[:-1], self.layout.size)
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """The tensors that receive gradients."""
         if self.head is None:
             return [self.rows]
         return [self.rows, *(x for x in (self.head.weight, self.head.bias) if x is not None)]
@@ -394,7 +387,6 @@ class Shards(LogitsPart):
         )
 
     def detached(self) -> Shards:
-        """Return the same shards without gradients."""
         return self.of_inputs([x.detach() for x in self.inputs])
 
     def local(self) -> torch.Tensor:
@@ -422,11 +414,10 @@ class Shards(LogitsPart):
 
     @property
     def saved(self) -> Sequence[torch.Tensor]:
-        """The factors of the product, which is computed again."""
         return () if self.head is None else self.inputs
 
     def gradients(self) -> Gradients:
-        """Return what cuts the whole gradient, and goes back through the head's product if that is not made yet."""
+        """Return a function that cuts the full gradient, and goes back through the head's product if it is pending."""
         if self.head is None:
             return partial(_columns_of, self.axis, self.layout, self.rows.dtype)
         return self._gradients_of_inputs
@@ -444,23 +435,17 @@ class Shards(LogitsPart):
         return [next(found) if x.requires_grad else None for x in inputs]
 
     def gathered(self) -> torch.Tensor:
-        """Return the whole logits. A collective of the axis."""
         if self.head is not None:
             self.head.check()
         return all_gather(self.local(), self.axis, self.layout, -1).to(self.dtype)
 
     def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shards | None:
-        """Return the columns after ``whole.name(*args, **kwargs)``, or None if that needs the whole logits."""
         operation = _OPERATIONS.get(name)
         return None if operation is None else operation(self, *args, **kwargs)
 
     def cross_entropy(
         self, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
     ) -> torch.Tensor:
-        """Return ``F.cross_entropy`` of ``[tokens, vocab]`` or ``[vocab]``.
-
-        With a pending head the logits of ``chunk`` tokens are the most that exist, forward and backward.
-        """
         loss = sharded_cross_entropy(self, target, ignore_index, label_smoothing, reduction)
         device = self.rows.device.type
         return loss if device != "meta" and torch.is_autocast_enabled(device) else loss.to(self.dtype)  # as torch's
@@ -471,7 +456,7 @@ def _columns_of(axis: Axis, layout: Layout, dtype: torch.dtype, grad: torch.Tens
 
 
 def asked_shape(whole: Sequence[int], shape: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape that ``view(*shape, **kwargs)`` gives a tensor of shape ``whole``; None if that is not known."""
+    """Return the shape that ``view(*shape, **kwargs)`` gives a tensor of shape ``whole``; None if it is unknown."""
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     if kwargs or not sizes or {*map(type, sizes)} != {int}:
         return None
@@ -558,7 +543,7 @@ def _binary(function: Callable[[Any, Any], torch.Tensor]) -> Callable[..., Shard
 
 
 def _operand(shards: Shards, other: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of a tensor that logits meet element by element; its gradient is summed over the axis."""
+    """Return this rank's part of a tensor that meets logits element by element; gradients are summed over the axis."""
     logits = torch.empty(shards.shape, dtype=shards.dtype, device="meta")
     try:
         same_shape = torch.broadcast_shapes(other.shape, shards.shape) == shards.shape

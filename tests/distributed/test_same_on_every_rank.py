@@ -20,7 +20,7 @@ from tests.worlds import raises_everywhere
         ([[1, "x"], 2], [[1, "y"], 2], [("[0][1]", '"x"', '"y"')]),
         ({"shape": [2, 3]}, {"shape": [2]}, [("shape", "2 entries", "1 entries")]),
         ({"x": [1, {"y": True}]}, {"x": [1, {"y": True}]}, []),
-        ({"x": "a" * 500}, {"x": None}, [("x", '"' + "a" * 99 + " ...", "null")]),
+        ({"x": "a" * 500}, {"x": None}, [("x", '"' + "a" * 95 + " ...", "null")]),
     ],
 )
 def test_differences_are_named_with_both_values(one: Any, other: Any, found: list[tuple[str, str, str]]) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 import autopar
 from tests.compare import same_weights
-from tests.data_parallel.test_whole_numbers import explanation
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.test_steps_of_stages import stages
 from tests.pool import pooled
@@ -137,26 +136,3 @@ def test_weights_are_frozen_by_name() -> None:
         train(reference)
         same_weights(model, reference, 2e-5)
         model.mpu.destroy()
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_torchs_words_get_a_note() -> None:
-    model = autopar.initialize(llama(num_hidden_layers=4).train(), stages())
-    parameters = [p for name, p in model.named_parameters() if "lm_head" in name]
-    if dist.get_rank() == 0:
-        with pytest.raises(ValueError, match="empty parameter list") as caught:
-            torch.optim.SGD(parameters, lr=0.1)
-        note = explanation(model, caught.value)
-        assert note.startswith("autopar: this rank holds stage 0 of 2: 19 of 39 parameters")
-        assert "AdamW(parameters) if parameters else None" in note
-    else:
-        with pytest.raises(TypeError, match="cannot assign") as assigned:
-            model.lm_head.weight = model.model.embed_tokens.weight
-        assert "Tie or replace weights" in explanation(model, assigned.value)
-        with pytest.raises(RuntimeError, match="The size of tensor a") as mixed, torch.no_grad():
-            for p, other in zip(model.parameters(), llama(num_hidden_layers=4).parameters(), strict=False):
-                p.lerp_(other, 0.5)
-        assert (
-            "this rank holds stage 1 of 2: 20 of 39" in (note := explanation(model, mixed.value)) and "by name" in note
-        )

@@ -39,7 +39,8 @@ from autopar.distributed.collectives import (
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.layout import Block, Layout, even_shards
-from autopar.tensor_parallel.region_modules import RegionModule, argument_names
+from autopar.swap import argument_names
+from autopar.tensor_parallel.region_modules import RegionModule
 
 
 class ExpertParallel(RegionModule):
@@ -222,7 +223,7 @@ class SortedExperts(ExpertParallel):
         else:
             counts = torch.bincount(local, minlength=here).tolist()
         order = torch.argsort(local, stable=True)
-        if len(argument_names(type(self))) > 1:  # type: ignore[arg-type]
+        if len(argument_names(self)) > 1:
             y: torch.Tensor = super(ExpertParallel, self).forward(rows[order], counts)
             return y[torch.argsort(order)]
         most = max(1, *counts)
@@ -234,7 +235,7 @@ class SortedExperts(ExpertParallel):
 
 def stacked_experts(plain: type[nn.Module]) -> type[ExpertParallel]:
     """Return the mixin of stacked experts; experts without arguments for indices and weights get sorted rows."""
-    return ExpertParallel if len(argument_names(plain)) >= 3 else SortedExperts  # type: ignore[arg-type]
+    return ExpertParallel if len(argument_names(plain)) >= 3 else SortedExperts
 
 
 def choose_dispatch(model: nn.Module, dispatch: str) -> None:

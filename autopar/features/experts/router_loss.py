@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.compat.patches import hold, patch_name, patches, release
+from autopar.compat.patches import hold, patch_member, patches, release
 from autopar.compat.transformers import ROUTER_LOSS, router_loss_module
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
@@ -54,7 +54,7 @@ class RouterLoss(NotCopied):
         self._before: contextvars.Token[RouterLoss | None] | None = None
         hold(self)
         if all(patch.name != f"{module.__name__}.{ROUTER_LOSS}" for patch in patches()):
-            patch_name(module, ROUTER_LOSS, _loss)
+            patch_member(module, ROUTER_LOSS, _loss)
         self._handles = [
             model.register_forward_pre_hook(self._enter),
             model.register_forward_hook(self._leave, always_call=True),
