@@ -13,7 +13,7 @@ class Rows(NamedTuple):
     """The placement of sequences and experts on ranks, and one of these ranks; no rank has more than the first.
 
     Attributes:
-        ep: The number of ranks over which whole experts are spread; 1: each expert is sharded over tp.
+        ep: The number of ranks over which experts are spread by number; 1: each expert is sharded over tp.
         sharer: The rank's replica among the replicas that share the experts.
     """
 
@@ -39,7 +39,7 @@ class Candidate:
         schedule: The pipeline schedule; with one stage ``1f1b``.
         microbatch: The samples of a micro-batch; ``microbatches``: the micro-batches of a replica in a step.
         saves: The operations whose results recomputed blocks keep.
-        ep: The number of ranks over which whole experts are spread, tp or a multiple; 1: each expert is sharded over tp.
+        ep: The number of ranks over which experts are spread, tp or a multiple; 1: each expert is sharded over tp.
         every: The number of blocks out of which one is recomputed, with ``checkpointing``.
         chunks: The number of stages on each rank; 0: the default of the schedule.
     """

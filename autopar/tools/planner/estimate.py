@@ -114,7 +114,7 @@ class Estimator:
         """Return the bytes that FSDP2 gathers from other ranks.
 
         ZeRO-3 gathers two blocks and the weights outside of blocks, ZeRO-2 all weights. Gradients of one block wait in
-        its dtype and in fp32; with pipeline stages those of all weights, which are reduced at the end of a pass.
+        its dtype and in fp32; with pipeline stages, gradients of all weights wait for the end of a pass.
         """
         width = 4 if self.model.precision == "fp32" else 2
         largest, full, outside = self._unsharded(candidate, rank)
@@ -225,7 +225,7 @@ class Estimator:
 
         All ranks write equally much, and each reads its own shards.
         """
-        c = replace(candidate, zero=max(candidate.zero, 1))  # its master weights are those of the run
+        c = replace(candidate, zero=max(candidate.zero, 1))  # with the run's master weights
         states, stages = self.model.states(1), self.model.plans.stages(1)
         one = self._once(("stored", c.zero), lambda: states.of_rank(stages, self._config(c), 0, 0, 0, 1))
         total = one.weights + one.optimizer + one.host

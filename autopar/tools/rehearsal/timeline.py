@@ -75,7 +75,7 @@ class WorkCount:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count what runs inside."""
-        self.storages.start_operations()
+        self.storages.operations = []
         with self.storages, FusedKernels(self.storages), listening(self._action):
             yield
 
@@ -92,7 +92,7 @@ class WorkCount:
         """Return the work since the last call."""
         operations = self.storages.operations or []
         seconds = sum(seconds_of(operation, self._gpu, self._precision) for operation in operations)
-        self.storages.start_operations()
+        self.storages.operations = []
         action, self._ended = self._name or self._ended, ""
         return Work(seconds, action)
 
