@@ -203,7 +203,7 @@ def test_the_timeline_is_written(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_there_is_no_timeline(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no timeline: rehearse\(..., gpu='h100'\) makes one"):
+    with pytest.raises(ConfigError, match=r"no timeline was made: rehearse\(..., gpu='h100'\) makes one"):
         autopar.rehearse(on_meta(llama), {"tp": 2}, 2, sequence=16).write_timeline(tmp_path / "step.json")
 
 

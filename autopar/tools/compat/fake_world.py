@@ -1,7 +1,7 @@
-"""A world of ranks without the others: torch.distributed with groups that carry nothing, on tensors without memory.
+"""A fake world with one rank: torch.distributed with groups that carry nothing, on tensors without memory.
 
-A dispatch mode answers its collectives (:mod:`autopar.tools.rehearsal.trace`). Things that torch does
-beside the dispatcher, or refuses to do without memory, are replaced here.
+A dispatch mode answers its collectives (:mod:`autopar.tools.rehearsal.trace`). Here torch's code is replaced that goes
+past the dispatcher, or refuses tensors without memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from autopar.tools.compat.operators import FakeWork, ProcessGroup, tensors_in
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:
-    """Answer a look at numbers that have no memory: counts are 1, flags are down. ``NotImplemented``: it is none.
+    """Answer an operator that reads numbers without memory; return ``NotImplemented`` for another operator.
 
-    Those of ``all()`` are up: sequences are not padded, not packed, and finite. Every expert is hit, by an equal share.
+    Counts are 1 and flags False, except flags of ``all()``: sequences are not padded, not packed, and finite. Every
+    expert is hit, equally often.
     """
     answer = _ANSWERS.get(function)
     if answer is None or not any(tensor.is_meta for tensor in tensors_in(args)):
@@ -67,7 +68,7 @@ def _on_host(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _own_order(function: Any, args: Any, kwargs: Any) -> Any:
-    """Leave in place the order of its buckets that ``DistributedDataParallel`` takes over from rank 0."""
+    """Keep the order of buckets that ``DistributedDataParallel`` copies from rank 0."""
     return args[0] if not args[0].is_meta and args[0].dtype == torch.int32 else NotImplemented
 
 
@@ -89,13 +90,13 @@ class _Stream(torch.cpu.Stream):
 
 
 class World(NamedTuple):
-    """Receivers of events in a fake world.
+    """Functions that a fake world calls.
 
     Attributes:
-        note_group: called with the description and the ranks of each group that is made.
-        gives_for: around a broadcast of objects from another rank: whether this one gives its own objects instead.
-        note_resize: called with each tensor whose storage FSDP2 has given memory or has freed.
-        note_wait: called with each handle that is waited for.
+        note_group: A function of the description and the ranks of each new group.
+        gives_for: A context of a broadcast of objects from a rank, which says whether this rank gives its own objects.
+        note_resize: A function of each tensor whose storage FSDP2 has allocated or freed.
+        note_wait: A function of each handle whose ``wait`` is called.
     """
 
     note_group: Callable[[str, list[int]], None]
@@ -131,7 +132,7 @@ def fake_world(rank: int, size: int, told: World) -> Iterator[None]:
 
 
 def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
-    """Return what is replaced in a fake world: object, name, and what comes in its place."""
+    """Return the replaced attributes of a fake world: object, name, and replacement."""
     new_group, broadcast_objects = distributed_c10d._new_group_with_tag, dist.broadcast_object_list
     format_of: Any = torch.Tensor.__format__
     sizes = getattr(ShardingPropagator, SIZES_OF_DTENSORS)
@@ -147,9 +148,9 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
 
     def objects(object_list: list[Any], src: int | None = None, group: Any = None, *args: Any, **kwargs: Any) -> None:
         place = kwargs.pop("group_src", None)
-        whole: Any = dist.group.WORLD
+        world: Any = dist.group.WORLD
         if place is not None:
-            src = dist.get_global_rank(group or whole, place)
+            src = dist.get_global_rank(group or world, place)
         root = src or 0
         with told.gives_for(root) as instead:
             broadcast_objects(object_list, rank if instead else root, group, *args, **kwargs)
@@ -159,7 +160,7 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
         return True
 
     def sizes_of_dtensors(*args: Any) -> Any:
-        with no_dispatch_modes():  # which would count those tensors
+        with no_dispatch_modes():  # which would count these tensors
             return sizes(*args)
 
     def shown(value: torch.Tensor, form: str) -> str:
@@ -218,7 +219,7 @@ _BEHIND = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters][
 
 
 def _carry_meta(group: Any) -> None:
-    """Let a group take tensors without memory where torch asks for the backend of their device."""
+    """Give a group a backend for the device of tensors without memory."""
     group._register_backend(
         torch.device("meta"), ProcessGroup.BackendType.CUSTOM, group._get_backend(torch.device("cpu"))
     )
@@ -227,7 +228,7 @@ def _carry_meta(group: Any) -> None:
 def _mesh_scatter(
     output: torch.Tensor, parts: Any, mesh: Any, mesh_dim: int = 0, async_op: bool = False, *, group_src: int = 0
 ) -> Any:
-    """Send a DTensor's shards also without memory, where torch leaves it out."""
+    """Send a DTensor's shards also without memory, which torch skips."""
     group = mesh.get_group(mesh_dim)
     given = parts if dist.get_rank(group) == group_src else None
     return dist.scatter(output, given, group=group, async_op=async_op, group_src=group_src)
@@ -236,7 +237,7 @@ def _mesh_scatter(
 def _mesh_broadcast(
     tensor: torch.Tensor, mesh: Any, mesh_dim: int = 0, async_op: bool = False, *, group_src: int = 0
 ) -> Any:
-    """Likewise a DTensor's whole tensor."""
+    """Send a DTensor's full tensor also without memory."""
     return dist.broadcast(tensor, group=mesh.get_group(mesh_dim), async_op=async_op, group_src=group_src)
 
 
@@ -252,14 +253,14 @@ def _gather_objects(object_list: list[Any], obj: Any, group: Any = None) -> None
     given = torch.zeros_like(rows[0])
     given[: data.numel()] = data
     dist.all_gather(list(rows.unbind()), given, group=group)
-    packed = [row.tobytes() for row in rows.numpy()]  # zeros behind the end are not read
+    packed = [row.tobytes() for row in rows.numpy()]  # zeros after the end are not read
     unpacked = {each: pickle.loads(each) for each in dict.fromkeys(packed)}
     for place, each in enumerate(packed):
         object_list[place] = unpacked[each]
 
 
 def _compare_shapes(group: Any, parameters: list[torch.Tensor], logger: Any = None) -> None:
-    """Send what ``DistributedDataParallel`` compares when it is made; in C++ it would read the answers."""
+    """Send the shapes that a new ``DistributedDataParallel`` compares; torch's own code in C++ would read answers."""
     number = torch.tensor([len(parameters)], device="meta")
     dist.all_gather([torch.empty_like(number) for _ in range(group.size())], number, group=group)
     shapes = [size for parameter in parameters for size in (*parameter.shape, *parameter.stride())]

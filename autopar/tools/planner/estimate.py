@@ -300,7 +300,7 @@ class Estimator:
         return (*((axis, max(ranks)) for axis, ranks in sent.items()), ("dp", dp))
 
 
-# -- schedules, played with the times of the stages ---------------------------------------------------------------------
+# -- schedules, played with the times of the stages -------------------------------------------------------------------
 
 
 class ActivationBytes(NamedTuple):

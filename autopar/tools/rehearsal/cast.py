@@ -66,7 +66,7 @@ def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) 
     by_place = {place: rank for rank, place in enumerate(coordinates)}
     tp = unlike_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
     dp = {0, sizes.dp - 1}
-    if experts > sizes.tp:  # innermost replicas whose experts differ in number from those of the first and the last
+    if experts > sizes.tp:  # innermost replicas with another number of experts than the first and the last
         places = {place // sizes.tp for place in unlike_ranks(plan, experts)}
         dp |= {place for place in places if 0 < place < experts // sizes.tp - 1}
     first, last = (range(sizes.cp), range(sizes.cp)) if chained else (range(1), range(sizes.cp - 1, sizes.cp))
@@ -166,7 +166,7 @@ def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> 
             found.append(_reduced(call, x, [_part(given, place, of) for given in lists]))
     elif kind == "broadcast":
         found = [*members[call.peer], *(torch.empty(0) for _ in out)]
-    elif kind == "scatter":  # nothing, if the root's stand-in is no root
+    elif kind == "scatter":  # nothing, if the root's stand-in is another rank
         found = [_part(members[call.peer], place, of) for _ in out]
     elif kind == "gather":  # nothing, except on the root
         found = [given[0] for given, _ in zip(members, out, strict=False)]
@@ -328,7 +328,7 @@ class Answers:
         carry(call, ranks.index(self._rank), out, members)
 
 
-# -- messages between the processes, and how they find that they wait for each other for ever ---------------------------
+# -- messages between the processes, and how they find that they wait for each other for ever --------------------------
 
 
 class Standstill:

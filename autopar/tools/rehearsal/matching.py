@@ -325,9 +325,6 @@ class Play:
                     moved = True
         return {rank: calls[0] for rank, calls in self.left.items() if calls}
 
-    def reach(self, rank: int) -> None:
-        """Do the work before a rank's next call, once."""
-
     def seconds(self, rank: int, call: Call) -> float:
         """Return the seconds of a call."""
         return 0.0
@@ -337,7 +334,6 @@ class Play:
         self.left[rank].popleft()
 
     def _goes(self, rank: int) -> bool:
-        self.reach(rank)
         call = self.left[rank][0]
         if call.kind in MESSAGES:
             return self._message(rank, call)
@@ -345,8 +341,6 @@ class Play:
         heads = [self.left[member][0] if self.left[member] else None for member in members]
         if any(head is None or head.group != call.group or head.kind in MESSAGES for head in heads):
             return False
-        for member in members:
-            self.reach(member)
         start = max(self.clocks[member] for member in members)
         end = start + self.seconds(rank, call)
         for member in members:
