@@ -90,19 +90,12 @@ class _Stream(torch.cpu.Stream):
 
 
 class World(NamedTuple):
-    """Functions that a fake world calls.
+    """Functions that a fake world calls."""
 
-    Attributes:
-        note_group: A function of the description and the ranks of each new group.
-        gives_for: A context of a broadcast of objects from a rank, which says whether this rank gives its own objects.
-        note_resize: A function of each tensor whose storage FSDP2 has allocated or freed.
-        note_wait: A function of each handle whose ``wait`` is called.
-    """
-
-    note_group: Callable[[str, list[int]], None]
-    gives_for: Callable[[int], AbstractContextManager[bool]]
-    note_resize: Callable[[torch.Tensor], None]
-    note_wait: Callable[[FakeWork], None]
+    note_group: Callable[[str, list[int]], None]  # with the description and the ranks of each new group
+    gives_for: Callable[[int], AbstractContextManager[bool]]  # around a broadcast: does this rank give its objects?
+    note_resize: Callable[[torch.Tensor], None]  # after FSDP2 has allocated or freed a storage
+    note_wait: Callable[[FakeWork], None]  # at each ``wait``
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -42,7 +43,6 @@ class Exchange(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """The bytes that a rank sends."""
         return self.group.sent(self.kind, self.size)
 
 
@@ -75,8 +75,7 @@ class Estimator:
     def memory(self, candidate: Candidate) -> tuple[RankMemory, ...]:
         """Return the memory of each rank of the pipeline, on the tp and dp ranks that hold most.
 
-        Raises:
-            AutoparError: If the sizes do not fit the model, or it does not run on the meta device.
+        Raises AutoparError if the sizes do not fit the model, or it does not run on the meta device.
         """
         costs = self._costs(candidate)
         key = ("peaks", id(costs), candidate.pp, candidate.schedule, candidate.chunks, _enough(candidate))
@@ -85,11 +84,7 @@ class Estimator:
         return tuple(self._memory(candidate, rank, held, peak) for rank, (held, peak) in enumerate(pairs))
 
     def kept(self, candidate: Candidate, tp: int, cp: int, sharer: int = 0) -> list[int]:
-        """Return the most bytes that wait for backwards at one time, of each rank of the pipeline.
-
-        Args:
-            sharer: The rank's replica among the replicas that share experts.
-        """
+        """Return the most bytes that wait for backwards at one time, of each rank of the pipeline."""
         costs = self._costs(candidate, candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer))
         moments = self._moments(candidate, costs)
         return [max((kept_bytes(state, costs) for state in states), default=0) for states in moments]
@@ -239,8 +234,8 @@ class Estimator:
         This is the one place that says which exchange of replicas overlaps with work: FSDP2's does. The average of
         gradients and the optimizer overlap with nothing.
         """
-        states = self._states(candidate)
-        optimizer = max(s.stepped for s in states) * _STEP_BYTES / (self.gpu.bandwidth * _STREAM)
+        stepped = max(state.stepped for state in self._states(candidate))
+        optimizer = stepped * _STEP_BYTES / (self.gpu.bandwidth * _STREAM)
         total = sum(
             each.calls * self.node.network.seconds(each.kind, each.size // each.calls, each.group)
             for each in self._exchanges(candidate)
@@ -312,41 +307,31 @@ class ActivationBytes(NamedTuple):
 
 
 class State(NamedTuple):
-    """A moment in one rank's list of actions.
-
-    Attributes:
-        waiting: The stages, each with its micro-batches that wait for a backward, and that wait for its second half.
-    """
+    """A moment in one rank's list of actions."""
 
     forward: bool
     stage: int
-    waiting: tuple[tuple[int, int, int], ...]
+    waiting: tuple[tuple[int, int, int], ...]  # stage, micro-batches that wait for a backward, or for its second half
 
 
 def states_of(actions: Sequence[Action], recomputed: Sequence[bool]) -> list[State]:
     """Return the moments of one rank's list that may need most: at no other one the same runs and more waits.
 
-    Args:
-        recomputed: A flag for each stage, set if the first half of a backward is all of it.
+    In stages with ``recomputed`` blocks the first half of a backward is all of it.
     """
-    waiting: dict[int, int] = {}
-    late: dict[int, int] = {}
+    waiting, late = Counter[int](), Counter[int]()
     found: dict[tuple[bool, int], list[State]] = {}
     for kind, stage, _ in actions:
-        if kind == "F":
-            waiting[stage] = waiting.get(stage, 0) + 1
+        waiting[stage] += kind == "F"
         full = recomputed[stage]
         if not (kind == "W" and full):
-            row = tuple((s, number, late.get(s, 0)) for s, number in waiting.items())
+            row = tuple((s, number, late[s]) for s, number in waiting.items())
             known = found.setdefault((kind == "F", stage), [])
             if not any(_covers(other.waiting, row) for other in known):
                 known[:] = [other for other in known if not _covers(row, other.waiting)]
                 known.append(State(kind == "F", stage, row))
-        if kind == "W":
-            late[stage] = late.get(stage, 0) - (not full)
-        elif kind != "F":
-            waiting[stage] -= 1
-            late[stage] = late.get(stage, 0) + (kind == "I" and not full)
+        waiting[stage] -= kind in "BI"
+        late[stage] += 0 if full else (kind == "I") - (kind == "W")
     return [state for known in found.values() for state in known]
 
 
@@ -387,24 +372,18 @@ def play(
     """
     ends: dict[Action, float] = {}
     rank_of = {action.stage: rank for rank, row in enumerate(lists) for action in row}
-    done = [0] * len(lists)
+    left = [deque(row) for row in lists]
     free = [0.0] * len(lists)
-    left = sum(map(len, lists))
-    while left:
-        before = left
-        for rank, row in enumerate(lists):
-            while done[rank] < len(row):
-                action = row[done[rank]]
-                inputs = _inputs(action, stages)
-                if not all(each in ends for each in inputs):
-                    break
+    while any(left):
+        before = sum(map(len, left))
+        for rank, row in enumerate(left):
+            while row and ends.keys() >= {*(inputs := _inputs(row[0], stages))}:
+                action = row.popleft()
                 arrivals = [ends[each] + (message if rank_of[each.stage] != rank else 0.0) for each in inputs]
                 free[rank] = max([free[rank], *arrivals]) + time_of(action)
                 ends[action._replace(kind="B") if action.kind == "I" else action] = free[rank]
-                done[rank] += 1
-                left -= 1
-        if left == before:
-            raise ValueError(f"the schedule cannot be run: {left} actions wait for each other")
+        if sum(map(len, left)) == before:
+            raise ValueError(f"the schedule cannot be run: {before} actions wait for each other")
     return max(free)
 
 

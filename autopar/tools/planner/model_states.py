@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -71,7 +71,7 @@ class ModelStates:
         buffers = ((name, b) for name, b in model.named_buffers() if b is not None)
         self._buffers = [(name, tuple(b.shape), b.element_size()) for name, b in buffers]
         self._local: dict[tuple[str, int], tuple[int, ...]] = {}
-        self._known: dict[tuple[int, str, bool, int], tuple[StagePlan, list[_Parameter]]] = {}
+        self._known: dict[Any, tuple[StagePlan, list[_Parameter]]] = {}
 
     def of_rank(
         self, stages: StagePlan, config: ParallelConfig, tp: int, pp: int, dp: int | None, replicas: int
@@ -134,36 +134,31 @@ class ModelStates:
 
         Each of the ``replicas`` has equally many rows of a weight.
         """
-        blocks = dict.fromkeys(stages.elements, 0)
-        outside = 0
+        elements, sizes = {*stages.elements}, Counter[str]()
         for name, parameter in self._named.items():
             if pp not in stages.holders(name):
                 continue
             canonical = self.plan.names.get(name, name)
             rows, *rest = self._shape(canonical, tuple(parameter.shape), tp) or (1,)
-            size = -(-rows // replicas) * replicas * prod(rest)
             parts = name.split(".")
-            path = next((p for end in range(1, len(parts)) if (p := ".".join(parts[:end])) in blocks), None)
-            if path is None:
-                outside += size
-            else:
-                blocks[path] += size
-        return max(blocks.values(), default=0), sum(blocks.values()) + outside, outside
+            block = next((path for end in range(1, len(parts)) if (path := ".".join(parts[:end])) in elements), "")
+            sizes[block] += -(-rows // replicas) * replicas * prod(rest)
+        outside = sizes.pop("", 0)
+        return max(sizes.values(), default=0), sizes.total() + outside, outside
 
     def _held(self, stages: StagePlan, config: ParallelConfig, pp: int) -> list[_Parameter]:
         key = (id(stages), config.precision, config.fully_sharded, pp)
         if key in self._known and self._known[key][0] is stages:
             return self._known[key][1]
         found: list[_Parameter] = []
-        dtype = DTYPES.get(config.precision)
-        stays: Callable[[str], bool] = keeps_fp32(self._inner, dtype) if dtype is not None else lambda name: True
+        dtype = None if config.fully_sharded else DTYPES.get(config.precision)
+        stays = None if dtype is None else keeps_fp32(self._inner, dtype)
         for name, parameter in self._named.items():
             if pp in stages.holders(name):
-                half = parameter.is_floating_point() and not stays(name) and not config.fully_sharded
-                canonical = self.plan.names.get(name, name)
+                half = stays is not None and parameter.is_floating_point() and not stays(name)
                 kind = parameter.kind if isinstance(parameter, StandIn) else None
-                shape, trained = tuple(parameter.shape), parameter.requires_grad
-                found.append(_Parameter(canonical, shape, parameter.dtype, half, trained, kind))
+                shape, canonical = tuple(parameter.shape), self.plan.names.get(name, name)
+                found.append(_Parameter(canonical, shape, parameter.dtype, half, parameter.requires_grad, kind))
         self._known[key] = stages, found
         return found
 

@@ -61,13 +61,7 @@ class Network:
     latency: float = 0.0
 
     def seconds(self, kind: str, size: int, group: Group) -> float:
-        """Return the time of a collective, or of a message (``send``).
-
-        Args:
-            kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
-            size: The bytes of the full tensor, of the message with ``send``.
-            group: The ranks of the collective; the two ends of the message.
-        """
+        """Return the seconds of a collective of a full tensor of ``size`` bytes, or of a message (``send``)."""
         return _seconds(self, kind, size, group) if group.ranks > 1 else 0.0
 
     def ring_bandwidth(self, group: Group) -> float:
@@ -120,10 +114,9 @@ def _hop(network: Network, algorithm: str, protocol: str, *, between: bool) -> f
 def _ring(
     network: Network, sent: int, group: Group, protocol: str, steps: int, between: int, *, plateau: bool = False
 ) -> float:
-    """Return the time of a ring in which each rank sends ``sent`` bytes in ``steps`` hops.
+    """Return the seconds of a ring in which each rank sends ``sent`` bytes in ``steps`` hops, some ``between`` nodes.
 
     Args:
-        between: The number of hops between nodes.
         plateau: A flag for a large all-reduce, whose latency is another.
     """
     bandwidth = network.ring_bandwidth(group)

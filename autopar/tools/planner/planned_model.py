@@ -45,17 +45,11 @@ class PlannedModel:
 
     Args:
         model: The full model, only read; on the meta device it needs no memory.
-        policy: The policy, as in :func:`autopar.initialize`.
         sequence: The tokens of each sample.
-        precision: ``fp32``, ``bf16`` or ``fp16``, as in the configuration.
-        optimizer: One of :data:`~autopar.tools.planner.model_states.OPTIMIZERS`.
         loss_chunk, method, dispatch: The configuration's chunk of the loss, method of context parallelism, and way of
             tokens to experts.
         dry_run: A flag to run the stages of each split, as ``initialize`` does: the stages of some models hold more
             than one forward shows. A search does so for its results (:meth:`rehearse`).
-
-    Raises:
-        ConfigError, PolicyError, UnsupportedModelError: If it is not a Hugging Face model, or has no policy.
     """
 
     def __init__(
@@ -101,15 +95,7 @@ class PlannedModel:
         return self.plans.once(("states", tp, ep), lambda: ModelStates(self.model, self.inner, plan, self.optimizer))
 
     def count(self, rows: Rows, batch: int, saves: tuple[str, ...] = ()) -> ForwardCount:
-        """Count a rank's forward of a micro-batch of ``batch`` samples.
-
-        Args:
-            saves: The operations whose results recomputed blocks keep (``activation_checkpointing.save``).
-
-        Raises:
-            ConfigError: If sequence or context parallelism does not fit the model.
-            UnsupportedModelError: If the model does not run on the meta device.
-        """
+        """Count a rank's forward of a micro-batch of ``batch`` samples; recomputed blocks keep ``saves``."""
         return self.plans.once(("count", rows, batch, saves), lambda: self._counted(rows, batch, saves))
 
     def _counted(self, rows: Rows, batch: int, saves: tuple[str, ...]) -> ForwardCount:

@@ -124,11 +124,7 @@ class Found:
 
 @uncollected()
 def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
-    """Search a space for the ``count`` fastest candidates that fit the GPU.
-
-    Raises:
-        ConfigError: If the model fits no mesh.
-    """
+    """Search a space for the ``count`` fastest candidates that fit the GPU. Raises ConfigError if no mesh fits."""
     if space.ep is None:
         try:
             estimator.model.plans.tensors(1, experts=2)

@@ -242,11 +242,9 @@ class StageCost:
     """One micro-batch in one stage.
 
     Attributes:
-        kept: The bytes that wait for the backward: saved tensors, and the output that is sent on.
-        late: The part of ``kept`` that is left between the halves of a split backward.
-        gradients: The bytes of gradients that wait there in addition.
+        kept: The bytes that wait for the backward: saved tensors, and the ``output`` that is sent on.
+        late: The part of ``kept`` that is left between the halves of a split backward, with ``gradients`` in addition.
         logits, late_logits: The bytes of the head and the loss in ``kept`` and ``late``.
-        output: The bytes that are sent on.
         forward_work, backward_work: The most temporary bytes.
         forward, backward_input, backward_weight: The seconds without collectives.
         travel: The collectives over ``tp``, ``cp`` and ``ep``.
@@ -382,12 +380,11 @@ class _Memory:
     def late(self) -> list[int]:
         """Return the bytes that each unit, and last the output, keeps between the halves of a backward."""
         known: dict[int, int] = {}
-        found = []
+        found = [0] * (len(self._units) + 1)
         last = max((place for place, unit in enumerate(self._units) if unit.late is not None), default=-1)
-        for place, unit in enumerate(self._units):
-            left = {} if place > last else unit.saved if place < last or unit.late is None else unit.late
-            found.append(_add(known, left))
-        return [*found, 0]
+        for place, unit in enumerate(self._units[: last + 1]):
+            found[place] = _add(known, unit.saved if place < last or unit.late is None else unit.late)
+        return found
 
 
 def _add(known: dict[int, int], sizes: Mapping[int, int]) -> int:

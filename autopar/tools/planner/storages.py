@@ -75,15 +75,11 @@ class Storages(TensorTracking):
         super().__init__()
         self._frozen = {storage_key(weight) for weight in frozen}
         self._quantized = {storage_key(weight): weight.nbytes for weight in quantized}
-        self._numbers: dict[int, int] = {}  # of storages that live
-        self._sizes: dict[int, int] = {}  # bytes of those that are counted
+        self.numbers: dict[int | None, int] = {}  # live storages, by their keys
+        self._sizes: dict[int, int] = {}  # bytes of the counted ones
         self.count = 0
         self.live = self.peak = 0
         self.operations: list[Operation] | None = None
-
-    def knows(self, key: int | None) -> bool:
-        """Return whether a storage, by its key, has a number."""
-        return key in self._numbers
 
     def resized(self, tensor: torch.Tensor) -> None:
         """Count a storage again that FSDP2 has resized, which frees gathered weights."""
@@ -143,10 +139,10 @@ class Storages(TensorTracking):
         key = storage_key(tensor)
         if key is None:
             return -1
-        number = self._numbers.get(key)
+        number = self.numbers.get(key)
         if number is None:
             self.count += 1
-            number = self._numbers[key] = self.count
+            number = self.numbers[key] = self.count
             storage = tensor.untyped_storage()
             if counted and tensor.is_meta:
                 self._count(key, storage.nbytes())
@@ -154,7 +150,7 @@ class Storages(TensorTracking):
         return number
 
     def _end(self, key: int) -> None:
-        self._numbers.pop(key, None)
+        self.numbers.pop(key, None)
         self.live -= self._sizes.pop(key, 0)
 
 

@@ -51,14 +51,11 @@ def unlike_ranks(plan: Plan, size: int) -> list[int]:
 
 
 def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) -> list[list[int]]:
-    """Return the casts: all stages at one place of the other axes.
+    """Return the casts: all stages at one place of the other axes, and all ``chained`` context-parallel ranks.
 
     First all axes are at their first places; then one after the other moves to its last, so that each has a group with
     both; then come places between them with other shapes of shards, one at a time. A few places are all rehearsed, and
     the ranks of a small world together.
-
-    Args:
-        chained: A flag for context-parallel ranks that pass states: all of them are rehearsed together.
     """
     if math.prod(sizes) <= _FEW:
         return [list(range(math.prod(sizes)))]
@@ -91,11 +88,7 @@ def axes_of(sizes: MeshSizes, experts: int, zero: int) -> dict[tuple[int, ...], 
 
 
 def check_sizes(call: Call, place: int, out: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    """Check a collective's tensors, of the rank at ``place``, against the number of ranks.
-
-    Raises:
-        ValueError: If they do not fit, with both numbers.
-    """
+    """Raise ValueError if a collective's tensors, of the rank at ``place``, do not fit the number of ranks."""
     members, wrong = len(call.group.ranks), ""
     splits = zip(("sends", "receives"), call.splits, (given, out), strict=False) if call.kind == "all_to_all" else ()
     for name, rows, tensors in splits:
@@ -213,7 +206,6 @@ class Answers:
 
     Args:
         cast: The ranks that are rehearsed together, this rank among them.
-        coordinates: The place of every rank of the world, as :func:`coordinates_of` returns it.
         earlier: The notes of ranks in earlier casts.
         finishes: A function called with the handle of each received message, and the function that fills it.
 
@@ -404,11 +396,7 @@ class Links:
         self._links[to].send_bytes(pickle.dumps((key, packed(value))))
 
     def receive(self, origin: int, key: Any) -> Any:
-        """Return the next value with this key.
-
-        Raises:
-            LeftAloneError: If it never comes.
-        """
+        """Return the next value with this key. Raises LeftAloneError if it never comes."""
         waiting, until = self._early.setdefault((origin, key), []), time.monotonic() + _WAIT
         while not waiting:
             if origin in self._ended or origin == self._rank:

@@ -114,9 +114,14 @@ def _collectives(compared: _Compared, cut: Collection[int]) -> Iterator[str]:
                 yield f"call {number} over {compared} {wrong}:" + "".join(pair)
                 break
         else:
-            fewer = compared.members[0 if len(lines[0]) < len(line) else place]
-            if len(lines[0]) != len(line) and fewer not in cut:
-                yield _missing(compared, place, lines)
+            more, fewer = (0, place) if len(lines[0]) > len(line) else (place, 0)
+            if len(lines[0]) != len(line) and compared.members[fewer] not in cut:
+                call = lines[more][len(lines[fewer])]
+                yield (
+                    f"{compared.rank(more)} has {len(lines[more])} collectives over {compared}, "
+                    f"{compared.rank(fewer)} has {len(lines[fewer])}.\n  The first that it does not have: {call}\n    "
+                    f"{call.where}"
+                )
     yield from _splits(compared, lines)
 
 
@@ -157,16 +162,6 @@ def _splits(compared: _Compared, lines: list[list[Call]]) -> Iterator[str]:
                         f"{ranks[other]}: {calls[other].where}"
                     )
                     return
-
-
-def _missing(compared: _Compared, place: int, lines: Sequence[Sequence[Call]]) -> str:
-    more, fewer = (0, place) if len(lines[0]) > len(lines[place]) else (place, 0)
-    call = lines[more][len(lines[fewer])]
-    return (
-        f"{compared.rank(more)} has {len(lines[more])} collectives over {compared}, "
-        f"{compared.rank(fewer)} has {len(lines[fewer])}.\n  The first that it does not have: {call}\n    "
-        f"{call.where}"
-    )
 
 
 def _pairs(compared: _Compared, rank: int) -> Iterator[tuple[int, list[Call], list[Call]]]:
@@ -212,8 +207,8 @@ def _messages(compared: _Compared, rank: int, cut: Collection[int]) -> Iterator[
 def _in_order(compared: _Compared, rank: int) -> Iterator[str]:
     """Messages are received in the order of sending: nccl has no tags. Numbers of the CPU use gloo."""
     for to, *both in _pairs(compared, rank):
-        sent, taken = ([call for call in calls if not call.control] for calls in both)
-        for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
+        pairs = zip(*([call for call in calls if not call.control] for calls in both), strict=False)
+        for number, (one, two) in enumerate(pairs):
             if one.tag != two.tag:
                 yield (
                     f"message {number} from rank {rank} to rank {to} over {compared.group.name} has tag {one.tag} "

@@ -54,10 +54,7 @@ class Rehearsed(NamedTuple):
     """A rank's rehearsal.
 
     Attributes:
-        parts: The rank's calls.
-        work: The work before each of them; empty without a GPU.
-        after: The work between the step's last call and its end.
-        held: The bytes in the training step.
+        work: The work before each call; empty without a GPU; ``after``: the work after the step's last call.
         told: The notes for later casts.
         waited: The places where it waits for messages (:data:`~autopar.tools.rehearsal.matching.Waited`).
         stands_at: The number of the call in which it waits for ever; -1: its program came to an end.
@@ -101,10 +98,7 @@ _MOST = 200_000  # calls of a rank
 def run_cast(
     job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], earlier: Mapping[int, Told]
 ) -> tuple[dict[int, Rehearsed], dict[int, str]]:
-    """Rehearse some ranks at a time, in a fork of this process each.
-
-    Args:
-        earlier: The notes of ranks in earlier casts.
+    """Rehearse the ranks of a cast, in a fork of this process each, with the notes of ranks in earlier casts.
 
     Returns:
         Each rank's rehearsal until its end or failure, and the tracebacks of failed ranks.

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,17 @@ class Rehearsal:
     mebibytes: float
 
     def calls(self, part: str = "") -> int:
-        """Count the calls of the rehearsed ranks."""
+        """Count the calls of the rehearsed ranks in one part of the program, or in all."""
         return sum(part in ("", own) for parts in self.traces.values() for own, _ in parts)
 
     def write_timeline(self, file: str | Path) -> None:
         """Write the training step for https://ui.perfetto.dev and ``chrome://tracing``.
 
         Raises:
-            ConfigError: If there is no timeline, without ``gpu=`` or an end of all ranks; or the file is a picture.
+            ConfigError: If no timeline was made, without ``gpu=`` or an end of all ranks.
         """
         if self.timeline is None:
             raise ConfigError("no timeline was made: rehearse(..., gpu='h100') makes one if it finds no problems")
-        if Path(file).suffix == ".svg":
-            raise ConfigError(f"{file}: a timeline is written as JSON for https://ui.perfetto.dev, not as a picture")
         Path(file).write_text(json.dumps(chrome_trace(self.timeline)), encoding="utf-8")
 
 
@@ -122,7 +121,7 @@ def rehearse(
         if size is not None and size < fits:
             raise ConfigError(f"rehearse: {name}={size}, and at least {fits} fits")
     start = time.perf_counter()
-    node = find_node(gpu or "dgx-h100", gpus_per_node) if gpu is None or isinstance(gpu, str) else gpu
+    node = gpu if isinstance(gpu, Node) else find_node(gpu or "dgx-h100", gpus_per_node)
     card = None if gpu is None else node.gpu
     built: Any = model
     if not isinstance(model, nn.Module):
@@ -195,11 +194,8 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
             made_by, failed = run_cast(job, cast, coordinates, {rank: one.told for rank, one in found.items()})
             if failed:
                 rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
-                before = next(unlike(made_by, made_by), "")
-                raise RuntimeError(
-                    f"rank {rank} of {job.world} fails in its rehearsal:\n{failed[rank]}"
-                    + (f"Before that, {before}" if before else "")
-                )
+                before = "".join(f"Before that, {each}" for each in islice(unlike(made_by, made_by), 1))
+                raise RuntimeError(f"rank {rank} of {job.world} fails in its rehearsal:\n{failed[rank]}{before}")
             found |= made_by
     at = {rank: one.parts[one.stands_at][1] for rank, one in found.items() if one.stands_at >= 0}
     problems = [*unlike(found, at), *standing(at)]

@@ -85,7 +85,7 @@ class WorkCount:
         """Count the states when the model is ``ready``, after the ``backward``, and after the ``step``."""
         if moment == "ready":
             weights = _storages_of([*model.parameters(), *model.buffers()])
-            self._uncounted = sum(size for key, size in weights.items() if not self.storages.knows(key))
+            self._uncounted = sum(size for key, size in weights.items() if key not in self.storages.numbers)
             masters = self.storages.reset_peak() + self._uncounted - sum(weights.values())  # fp32 copies of half ones
             self.held = Held(weights=sum(weights.values()), optimizer=masters)
         elif moment == "backward":
@@ -205,7 +205,7 @@ class _Player(Play):
         axes: Mapping[tuple[int, ...], str],
     ) -> None:
         super().__init__({rank: [call for call, _ in own] for rank, own in pairs.items()})
-        self.slots: dict[int, list[Slot]] = defaultdict(list)
+        self.slots: dict[int, list[Slot]] = {rank: [] for rank in pairs}
         self._works = {r: deque(work for call, work in own if call.kind != "new_group") for r, own in pairs.items()}
         self._node, self._axes = node, axes
         for rank, works in self._works.items():
@@ -243,19 +243,13 @@ def play(
     node: Node,
     axes: Mapping[tuple[int, ...], str] | None = None,
 ) -> Timeline:
-    """Play the calls of the step; each rank waits where it issues a call, except a sender.
+    """Play the calls of the step, with work before each and ``after`` them; each but a sender waits where it is issued.
 
     Only rehearsed ranks are played; the rest of a group is there when the first of them is.
-
-    Args:
-        traces: The calls of each rank, with the work before each.
-        after: The work of each rank after its last call.
-        node: The machine.
-        axes: The names of groups, by their ranks.
     """
     player = _Player({rank: [*pairs] for rank, pairs in traces.items()}, after, node, axes or {})
     player.run()
-    return Timeline({rank: player.slots[rank] for rank in traces})
+    return Timeline(player.slots)
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -264,21 +258,10 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     for rank, slots in timeline.slots.items():
         lanes = {lane: number for number, lane in enumerate(dict.fromkeys(slot.lane for slot in slots))}
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        events += [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
-            for lane, number in lanes.items()
-        ]
-        events += [
-            {
-                "ph": "X",
-                "name": slot.name or "other work",
-                "cat": slot.lane,
-                "pid": rank,
-                "tid": lanes[slot.lane],
-                "ts": slot.start * 1e6,
-                "dur": (slot.end - slot.start) * 1e6,
-                "args": {"where": slot.where} if slot.where else {},
-            }
-            for slot in slots
-        ]
+        for lane, number in lanes.items():
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
+        for start, end, lane, name, where in slots:
+            place = {"cat": lane, "pid": rank, "tid": lanes[lane], "ts": start * 1e6, "dur": (end - start) * 1e6}
+            args = {"where": where} if where else {}
+            events.append({"ph": "X", "name": name or "other work", **place, "args": args})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
