@@ -173,7 +173,11 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
         (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
         (distributed, "_verify_param_shape_across_processes", _compare_shapes),
         (ShardingPropagator, SIZES_OF_DTENSORS, sizes_of_dtensors),
-        (ShardingPropagator, SHARDS_OF_DTENSORS, _of_equal_tensors(getattr(ShardingPropagator, SHARDS_OF_DTENSORS))),
+        (
+            ShardingPropagator,
+            SHARDS_OF_DTENSORS,
+            once_for_equal_tensors(getattr(ShardingPropagator, SHARDS_OF_DTENSORS)),
+        ),
         (_fsdp_param, "alloc_storage", _and_then(_fsdp_param.alloc_storage, told.note_resize)),
         (_fsdp_param, "free_storage", _and_then(_fsdp_param.free_storage, told.note_resize)),
     ]
@@ -183,7 +187,7 @@ SIZES_OF_DTENSORS = "_propagate_tensor_meta_non_cached"  # finds them with tenso
 SHARDS_OF_DTENSORS = "propagate_op_sharding_non_cached"
 
 
-def _of_equal_tensors(propagate: Any) -> Any:
+def once_for_equal_tensors(propagate: Any) -> Any:
     """Find the shards that an operation on lists of DTensors makes, once for all equal ones.
 
     The time that torch takes grows with the square of the length: a minute for the AdamW of a model of 70B.

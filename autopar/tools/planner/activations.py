@@ -80,9 +80,7 @@ class ForwardCounter(BlockReplay):
 
     Args:
         shard: A model on the meta device, sharded, in training mode, in the precision of the run, its region begun.
-        elements: The paths of its blocks in forward order.
-        encoder: The place of the encoder among the elements.
-        quantized: The quantized weights of the shard.
+        elements: The paths of its blocks in forward order, among them the one of the ``encoder``.
         save: The operations whose results recomputed blocks keep (``activation_checkpointing.save``).
     """
 

@@ -54,13 +54,7 @@ class _Parameter(NamedTuple):
 
 
 class ModelStates:
-    """The bytes of one model on the ranks of a mesh.
-
-    Args:
-        model: The full model, only read.
-        inner: The Hugging Face model in it, or the model itself.
-        optimizer: One of :data:`OPTIMIZERS`, over ``model.parameters()``.
-    """
+    """The bytes of one full model, and ``inner``, the Hugging Face model in it, on the ranks of a mesh."""
 
     def __init__(self, model: nn.Module, inner: nn.Module, plan: Plan, optimizer: str = "adamw") -> None:
         if optimizer not in OPTIMIZERS:

@@ -190,10 +190,7 @@ class Entry(NamedTuple):
 
 
 class SavedStorages:
-    """The hooks of :class:`torch.autograd.graph.saved_tensors_hooks`.
-
-    Args:
-        weights: The tensors that are not counted.
+    """The hooks of :class:`torch.autograd.graph.saved_tensors_hooks`. Weights are not counted.
 
     Attributes:
         entries: The tensors that were saved.

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.compat.tensors import no_dispatch_modes
 from autopar.distributed.axis import MeshSizes
 from autopar.distributed.mesh import rank_groups
 from autopar.plan.plan import Plan
@@ -194,11 +195,11 @@ class Told(NamedTuple):
 
     Attributes:
         verdicts: The answers of rank 0, one for each time that all ranks agree.
-        given: The numbers of each broadcast and scatter from this rank, by group and turn.
+        given: The pickled numbers of each broadcast and scatter from this rank, by group and turn.
     """
 
     verdicts: list[Any]
-    given: dict[tuple[Group, int], Any]
+    given: dict[tuple[Group, int], bytes]
 
 
 class Answers:
@@ -314,9 +315,10 @@ class Answers:
             self._turns[call.group] += 1
             turn, root = self._turns[call.group], ranks[call.peer]
             if root == self._rank:
-                self.told.given[call.group, turn] = packed(given)
+                self.told.given[call.group, turn] = pickled(given)
             elif root not in self._cast and root in self._earlier:
-                members[call.peer] = unpacked(self._earlier[root].given.get((call.group, turn), []))
+                told = self._earlier[root].given.get((call.group, turn))
+                members[call.peer] = [] if told is None else unpickled(told)
         carry(call, ranks.index(self._rank), out, members)
 
 
@@ -390,10 +392,10 @@ class Links:
     def send(self, to: int, key: Any, value: Any) -> None:
         """Send a value to a process, which may be this one, to receive by the same key."""
         if to == self._rank:
-            self._early.setdefault((to, key), []).append(pickle.loads(pickle.dumps(packed(value))))
+            self._early.setdefault((to, key), []).append(unpickled(pickled(value)))
             return
         self._standstill.sends(self._rank)
-        self._links[to].send_bytes(pickle.dumps((key, packed(value))))
+        self._links[to].send_bytes(pickled((key, value)))
 
     def receive(self, origin: int, key: Any) -> Any:
         """Return the next value with this key. Raises LeftAloneError if it never comes."""
@@ -409,7 +411,7 @@ class Links:
                 self._take(*arrived)
             elif time.monotonic() > until:
                 raise RuntimeError(f"Timed out waiting: rank {origin} sends nothing for {key} in {_WAIT:g} s")
-        return unpacked(waiting.pop(0))
+        return waiting.pop(0)
 
     def tell_end(self) -> None:
         """Send word that this rank's program has ended."""
@@ -429,32 +431,20 @@ class Links:
             return None
 
     def _take(self, origin: int, data: bytes) -> None:
-        key, value = pickle.loads(data)
+        key, value = unpickled(data)
         self._early.setdefault((origin, key), []).append(value)
         self._standstill.takes(self._rank)
         if key == _END:
             self._ended.add(origin)
 
 
-def packed(value: Any) -> Any:
-    """Return plain data unchanged, a tensor as its bytes, or as its shape if it has no memory."""
-    if isinstance(value, list):
-        return [packed(each) for each in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.is_meta:
-        return (tuple(value.shape), value.dtype)
-    return value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), tuple(value.shape), value.dtype
+def pickled(value: Any) -> bytes:
+    """Pickle a value; no mode counts the operations of that."""
+    with no_dispatch_modes():
+        return pickle.dumps(value)
 
 
-def unpacked(value: Any) -> Any:
-    """Undo :func:`packed`."""
-    if isinstance(value, list):
-        return [unpacked(each) for each in value]
-    if not isinstance(value, tuple):
-        return value
-    if len(value) == 2:
-        return torch.empty(value[0], dtype=value[1], device="meta")
-    data, shape, dtype = value
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return flat.view(dtype).view(shape)
+def unpickled(data: bytes) -> Any:
+    """Undo :func:`pickled`."""
+    with no_dispatch_modes():
+        return pickle.loads(data)

@@ -230,12 +230,7 @@ def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def without_memory(model: PreTrainedModel, *, counted: bool = False, cache: bool = True) -> PreTrainedModel:
-    """Copy a model for a rehearsal: its weights never get memory, also if ``lazy_init`` was to fill them.
-
-    Args:
-        counted: A flag, set if work and memory are counted.
-        cache: A flag, set if the model may keep keys and values.
-    """
+    """Copy a model for a rehearsal: its weights never get memory, also if ``lazy_init`` was to fill them."""
     copied = meta_copy(model, gradients=True)
     keep_kernels(copied, model, grouped=counted)
     if not cache:
@@ -262,11 +257,7 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a rehearsal, by name or by a function of the parameters.
 
-    Args:
-        on_gpu: A flag to step all tensors at a time, torch's default on GPUs.
-
-    Raises:
-        ConfigError: If the name is unknown.
+    ``on_gpu`` it steps all tensors at a time, torch's default there. Raises ConfigError if the name is unknown.
     """
     if callable(optimizer):
         return optimizer([*parameters])
@@ -288,12 +279,7 @@ def loss_of(output: Any, inputs: Any = None) -> torch.Tensor:
 
 
 def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any], None] = lambda *_: None) -> None:
-    """Run the program with ``model``.
-
-    Args:
-        now: A list whose one item becomes the name of each part as it begins.
-        see: The method of :class:`WorkCount` to call at its moments.
-    """
+    """Run the program with ``model``, the name of each part in ``now[0]``; call ``see`` as :meth:`WorkCount.see`."""
     model.train()
     optimizer = optimizer_of(model.parameters(), job.optimizer, on_gpu=job.gpu is not None)
     model, optimizer = autopar.initialize(model, job.config, optimizer=optimizer)
