@@ -128,7 +128,7 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
     """Return the replaced attributes of a fake world: object, name, and replacement."""
     new_group, broadcast_objects = distributed_c10d._new_group_with_tag, dist.broadcast_object_list
     format_of: Any = torch.Tensor.__format__
-    sizes = getattr(ShardingPropagator, SIZES_OF_DTENSORS)
+    sizes, shards = (getattr(ShardingPropagator, name) for name in (SIZES_OF_DTENSORS, SHARDS_OF_DTENSORS))
 
     def made(ranks: Any = None, timeout: Any = None, *args: Any, **named: Any) -> Any:
         named |= dict(zip(_BEHIND, args, strict=False)) | {"backend": None, "backend_options": None}
