@@ -173,11 +173,7 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
         (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
         (distributed, "_verify_param_shape_across_processes", _compare_shapes),
         (ShardingPropagator, SIZES_OF_DTENSORS, sizes_of_dtensors),
-        (
-            ShardingPropagator,
-            SHARDS_OF_DTENSORS,
-            once_for_equal_tensors(getattr(ShardingPropagator, SHARDS_OF_DTENSORS)),
-        ),
+        (ShardingPropagator, SHARDS_OF_DTENSORS, once_for_equal_tensors(shards)),
         (_fsdp_param, "alloc_storage", _and_then(_fsdp_param.alloc_storage, told.note_resize)),
         (_fsdp_param, "free_storage", _and_then(_fsdp_param.free_storage, told.note_resize)),
     ]
