@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import sys
@@ -75,7 +76,6 @@ class Job:
 
     Attributes:
         model: A model without memory, of which each rank changes a copy.
-        world: The number of ranks.
         inputs: The batch of a replica, without memory.
         own: The user's loop, called with the model, the optimizer and a batch in place of all after ``initialize``.
         gpu: The GPU at whose speeds work is counted, or None.
@@ -106,9 +106,8 @@ def run_cast(
     load()
     context, standstill = multiprocessing.get_context("fork"), Standstill(cast)
     links: dict[int, dict[int, Connection]] = {rank: {} for rank in cast}
-    for place, one in enumerate(cast):
-        for other in cast[place + 1 :]:
-            links[one][other], links[other][one] = context.Pipe()
+    for one, other in itertools.combinations(cast, 2):
+        links[one][other], links[other][one] = context.Pipe()
     results, processes = {}, []
     try:
         for rank in cast:

@@ -183,11 +183,9 @@ class Recorder(TensorTracking):
         )
 
     def _group(self, group: dist.ProcessGroup) -> Group:
-        found = self._groups.get(group)
-        if found is None:
-            found = Group(name_of_group(group), tuple(dist.get_process_group_ranks(group)))
-            self._groups[group] = found
-        return found
+        if group not in self._groups:
+            self._groups[group] = Group(name_of_group(group), tuple(dist.get_process_group_ranks(group)))
+        return self._groups[group]
 
 
 def _splits(
