@@ -186,7 +186,7 @@ SHARDS_OF_DTENSORS = "propagate_op_sharding_non_cached"
 def once_for_equal_tensors(propagate: Any) -> Any:
     """Find the shards that an operation on lists of DTensors makes, once for all equal ones.
 
-    The time that torch takes grows with the square of the length: a minute for the AdamW of a model of 70B.
+    The time that torch takes grows with the square of the length: 10 s of CPU for a step of AdamW of a 70B model.
     """
 
     def found(self: Any, schema: OpSchema) -> Any:
