@@ -177,6 +177,7 @@ PROBES: dict[str, Probe] = {
     "the table of groups": Probe(_have(distributed_c10d._world, "pg_map group_count"), "traces, rehearsals"),
     "operators of collectives": Probe(_operators_of_collectives, "traces, rehearsals"),
     "sizes of DTensors": Probe(_have(ShardingPropagator, fake_world.SIZES_OF_DTENSORS), "rehearsals with FSDP2"),
+    "shards of DTensors": Probe(_have(ShardingPropagator, fake_world.SHARDS_OF_DTENSORS), "rehearsals with FSDP2"),
 }
 """Name -> what reads it."""
 

@@ -107,5 +107,5 @@ def test_what_cannot_be_planned_is_refused() -> None:
         autopar.plan_memory(llama(), sequence=SEQUENCE, optimizer="adan")
     with pytest.raises(ConfigError, match="batch must be at least 1, not 0"):
         autopar.plan_memory(llama(), sequence=SEQUENCE, batch=0)
-    with pytest.raises(ConfigError, match="is no Hugging Face model"):
+    with pytest.raises(ConfigError, match="is not a Hugging Face model"):
         autopar.plan_memory(gpt(), sequence=SEQUENCE, policy=GPT_POLICY)

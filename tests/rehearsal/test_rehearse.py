@@ -1,6 +1,7 @@
 """``autopar.rehearse`` and its command: ranks of many, what is refused, a loop of the user's own with a fault."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
 from autopar.errors import ConfigError
+from autopar.tools.compat.fake_world import SHARDS_OF_DTENSORS, World, fake_world, once_for_equal_tensors
 from tests.rehearsal.programs import SMALL, llama, mamba, mixtral, of_type
 from tests.tiers import mainly
 
@@ -203,7 +208,7 @@ def test_the_timeline_is_written(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_there_is_no_timeline(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no timeline: rehearse\(..., gpu='h100'\) makes one"):
+    with pytest.raises(ConfigError, match=r"no timeline was made: rehearse\(..., gpu='h100'\) makes one"):
         autopar.rehearse(on_meta(llama), {"tp": 2}, 2, sequence=16).write_timeline(tmp_path / "step.json")
 
 
@@ -211,3 +216,27 @@ def test_replicas_that_the_sizes_do_not_leave() -> None:
     result = CliRunner().invoke(app, ["rehearse", "gpt2", "--gpus", "16", "--tp", "2", "--dp", "4"])
     assert result.exit_code == 1
     assert "--dp 4: the other sizes leave 8 replicas on 16 GPUs" in result.stderr
+
+
+def test_equal_tensors_of_a_list_are_sharded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    propagate, lengths = getattr(ShardingPropagator, SHARDS_OF_DTENSORS), []
+
+    def counted(self: Any, schema: Any) -> Any:
+        lengths.append([len(each) for each in schema.args_schema if isinstance(each, list | tuple)])
+        return propagate(self, schema)
+
+    ignored = World(lambda *_: None, lambda root: nullcontext(False), lambda tensor: None, lambda work: None)
+    with fake_world(0, 4, ignored), monkeypatch.context() as patched:
+        patched.setattr(ShardingPropagator, SHARDS_OF_DTENSORS, once_for_equal_tensors(counted))
+        mesh = init_device_mesh("cpu", (4,))
+
+        def sharded(*rows: int) -> list[torch.Tensor]:
+            return [DTensor.from_local(torch.ones(each, 19), mesh, [Shard(0)], run_check=False) for each in rows]
+
+        made: Any = torch._foreach_add(sharded(2, 3, 2, 2), sharded(2, 3, 2, 2))
+        assert lengths == [[2, 2]]
+        assert [tuple(each.shape) for each in made] == [(8, 19), (12, 19), (8, 19), (8, 19)]
+        assert all(each.placements == (Shard(0),) for each in made)
+        assert [each.to_local().sum().item() for each in made] == [76, 114, 76, 76]
+        torch._foreach_mul_(made, [1.0, 1.0, 2.0, 1.0])
+        assert lengths[1:] == [[3, 3]], "numbers differ, too"

@@ -96,7 +96,7 @@ def test_a_line_that_is_not_finished_is_not_read(tmp_path: Path) -> None:
     assert told(tmp_path) == (0, "2 ranks, 1 calls each\n" + ENDS_WELL)
     write(tmp_path, {0: ["[1, 2\n"]})
     code, output = told(tmp_path)
-    assert code == 1 and "rank-0.jsonl:1 is no line of a trace: '[1, 2'" in output
+    assert code == 1 and "rank-0.jsonl:1 is not a line of a trace: '[1, 2'" in output
 
 
 def test_a_rank_without_a_trace_is_told(tmp_path: Path) -> None:

@@ -19,18 +19,13 @@ __all__ = ["FakeWork", "ProcessGroup"]
 
 
 class Operator(NamedTuple):
-    """An operator's name here, and where its arguments stand.
+    """The name of an operator's collective, and the places of its arguments; -1: there is none.
 
     Attributes:
-        kind: name of the collective.
-        out: place of what is written; -1: it is made and returned.
-        given: place of what is sent; ``out`` of those in place.
-        group: place of the process group.
-        peer: place of the root, or of the other rank, by its number in the group; -1: none.
-        result: whether what is written is returned, beside the handle to wait for.
-        splits: places of the sizes that are received and sent.
-        tag: place of a message's tag; -1: none.
-        reduction: place of what makes one number of those of all ranks; -1: none.
+        out, given: The places of the output, -1 if it is a new tensor, and of the input.
+        peer: The place of the root, or of the other rank, by its number in the group.
+        result: A flag, set if the output is returned together with the handle.
+        splits: The places of the sizes that are received and sent.
     """
 
     kind: str
@@ -132,12 +127,7 @@ def tensors_in(argument: Any) -> list[torch.Tensor]:
 
 
 def done(out: list[torch.Tensor] | None = None, handle: FakeWork | None = None) -> Any:
-    """Return the handle of a collective that is done, as the dispatcher wants it.
-
-    Args:
-        out: its result, for ``DistributedDataParallel``, which asks for it.
-        handle: of a message.
-    """
+    """Return the boxed handle of a finished collective, with its result ``out`` for ``DistributedDataParallel``."""
     if out is None:
         return (handle or FakeWork()).boxed()
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()

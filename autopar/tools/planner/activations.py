@@ -1,10 +1,9 @@
 """Count a forward on the meta device, block by block: saved activations, operations and collectives.
 
-One rank's shard runs its own ``forward`` at the real batch and sequence, and nothing is estimated: what autograd saves
-is counted by ``saved_tensors_hooks``, each storage once, weights not. Only one of several equal blocks computes
-(:mod:`autopar.tools.planner.equal_blocks`), so the size of a model makes no difference to the time. Each block is also
-run backward, to see how much memory that needs beside what is saved.
-Everything that differs by block is in its :class:`Unit`.
+One rank's shard runs its own ``forward`` at the real batch and sequence, and nothing is estimated:
+``saved_tensors_hooks`` count each storage that autograd saves once, weights not. Only one of several equal blocks
+computes (:mod:`autopar.tools.planner.equal_blocks`), so the size of a model makes no difference to the time. Each block
+also runs backward, which shows the temporary memory of that. All that differs by block is in its :class:`Unit`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from autopar.tools.planner.storages import Entry, FusedKernels, Operation, Saved
 
 @contextmanager
 def remembered(storages: Storages, saved: SavedStorages, save: tuple[str, ...]) -> Iterator[dict[int, int]]:
-    """Give number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""
+    """Yield number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""
     sizes: dict[int, int] = {}
     if not save:
         yield sizes
@@ -59,15 +58,15 @@ def remembered(storages: Storages, saved: SavedStorages, save: tuple[str, ...]) 
     sizes.update(saved.numbered(tape.results))
 
 
-_BEHIND = -1  # place of what comes behind the last element
+_AFTER = -1  # the place of the code after the last element
 
 
 class _Segment(NamedTuple):
-    """Code outside of blocks, until it is known what of it stays saved.
+    """Code outside of blocks, until the end of the forward shows which entries stay saved.
 
     Attributes:
-        unit: what else is known of it; with what the blocks in it that are not elements have saved.
-        freed: sequence numbers of nodes of which nothing is left between the halves of a backward.
+        unit: All else about it, and the saved storages of blocks in it that are no elements.
+        freed: The sequence numbers of nodes of which nothing is left between the halves of a backward.
     """
 
     unit: Unit
@@ -76,15 +75,12 @@ class _Segment(NamedTuple):
 
 
 class ForwardCounter(BlockReplay):
-    """Counts a shard's forward on the meta device: computed blocks are measured, equal ones are like them.
+    """Counts a shard's forward on the meta device: one of several equal blocks is measured.
 
     Args:
-        shard: on the meta device, sharded, in training mode, in the precision of the run; its region has begun.
-        elements: paths of its blocks in forward order.
-        equal: blocks that are.
-        encoder: place of the encoder among the elements.
-        quantized: weights of the shard that are stored otherwise.
-        save: what recomputed blocks keep (``activation_checkpointing.save``).
+        shard: A model on the meta device, sharded, in training mode, in the precision of the run, its region begun.
+        elements: The paths of its blocks in forward order, among them the one of the ``encoder``.
+        save: The operations whose results recomputed blocks keep (``activation_checkpointing.save``).
     """
 
     def __init__(
@@ -107,31 +103,24 @@ class ForwardCounter(BlockReplay):
         inside = [f"{path}." for path in elements]
         for number, path in enumerate(elements):
             block = shard.get_submodule(path)
-            around = any(other.startswith(f"{path}.") for other in inside if other != f"{path}.")
+            around = any(each.startswith(f"{path}.") for each in inside if each != f"{path}.")
             if "forward" not in vars(block) and not around:  # not the encoder around its blocks
                 self._attach(block, -1 - number)
         self._around = None if encoder is None else shard.get_submodule(elements[encoder])
         self._saved = SavedStorages(storages, (*shard.parameters(), *shard.buffers()))
         self._found: dict[int, Unit] = {}
-        self._segments: dict[int, _Segment] = {}  # by the element behind it, in the order of the forward
+        self._segments: dict[int, _Segment] = {}  # by the element after it, in the order of the forward
         self._towers = Unit()  # blocks that are no elements, since the last segment
         self._unit: Unit | None = None
-        self._last: list[torch.Tensor] = []  # what the last block returned
+        self._last: list[torch.Tensor] = []  # returned by the last block
         self._given: list[Any] = []  # nodes that lead to blocks: they hold the graph of the code outside
         self._inside_a_block = False
         self._replays = self._first_inside = 0
         self._renumbered: dict[int, int] = {}
-        self._start = self._base = 0  # bytes that lived when the forward began, and behind the last block
+        self._start = self._base = 0  # live bytes when the forward began, and after the last block
 
     def count(self, inputs: dict[str, Any]) -> ForwardCount:
-        """Run the forward, and count.
-
-        Args:
-            inputs: on the meta device, with labels.
-
-        Raises:
-            Exception: whatever the forward raises where it does not run on the meta device.
-        """
+        """Run the forward with inputs and labels on the meta device, and count. Raises the forward's errors."""
         kernels = FusedKernels(self._storages)
         with warnings.catch_warnings(), kept(), torch.enable_grad(), autocast_on_meta(), self._storages, kernels, self:
             warnings.simplefilter("ignore")
@@ -139,7 +128,7 @@ class ForwardCounter(BlockReplay):
 
     def _run(self, inputs: dict[str, Any]) -> ForwardCount:
         storages = self._storages
-        storages.start_operations()
+        storages.operations = []
         self._start = storages.reset_peak()
         leaving = None if self._around is None else self._around.register_forward_hook(self._leave_encoder)
         try:
@@ -150,36 +139,32 @@ class ForwardCounter(BlockReplay):
                 leaving.remove()
         loss = getattr(out, "loss", None) if not isinstance(out, dict) else out.get("loss")
         has_loss = isinstance(loss, torch.Tensor) and loss.requires_grad
-        roots: list[Any] = [loss] if has_loss else [x for x in tensors_in(_values_of(out)) if x.requires_grad]
+        roots: list[Any] = [loss] if has_loss else _trained(out)
         del out  # execute_pipeline keeps no outputs
         if not self._segments:  # no block was called
             self._end_segment(0, roots)
-        self._end_segment(_BEHIND, roots)
+        self._end_segment(_AFTER, roots)
         first, *fronts = self._segments
         units = {}
         for place, (unit, entries, freed) in self._segments.items():
             late = None if unit.late is None else {**unit.late, **alive(entries, freed)}
             units[place] = replace(unit, saved={**unit.saved, **alive(entries)}, late=late)
         found = {**self._found, **({self._encoder: units[self._encoder]} if self._encoder in fronts else {})}
-        between = {
-            place: unit
-            for place in fronts
-            if place not in (self._encoder, _BEHIND) and ((unit := units[place]).saved or unit.operations)
-        }
-        after = units[_BEHIND]
+        inner = {place: units[place] for place in fronts if place not in (self._encoder, _AFTER)}
+        between = {place: unit for place, unit in inner.items() if unit.saved or unit.operations}
+        after = units[_AFTER]
         saved, peak = sum(after.saved.values()), after.forward_peak
         if roots and self._last:
             peak = _backward_peak(storages, roots, self._last, self._base + saved, peak + saved)
-        after = replace(after, backward_peak=peak)
-        return ForwardCount(found, units[first], after, has_loss, between, self._encoder)
+        return ForwardCount(found, units[first], replace(after, backward_peak=peak), between, self._encoder)
 
     # -- outside of blocks -----------------------------------------------------------------------------------------
 
     def _end_segment(self, place: int, made: Sequence[torch.Tensor]) -> None:
-        """End the code in front of the element ``place``, which is given ``made``."""
-        storages, entries = self._storages, self._saved.take()
+        """End the code before the element ``place``, which gets ``made``."""
+        storages, entries, self._saved.entries = self._storages, self._saved.entries, []
         made = [x for x in made if x.requires_grad]
-        first, behind = not self._segments, place == _BEHIND
+        first, last = not self._segments, place == _AFTER
         held = sum(alive(entries).values())
         halves = backward_halves(made, [] if first else self._last)
         towers, self._towers = self._towers, Unit()
@@ -191,21 +176,24 @@ class ForwardCounter(BlockReplay):
             outputs=self._saved.numbered(made),
             forward_peak=max(storages.peak - (self._start if first else self._base) - held, 0),
             operations=[*(storages.operations or []), *towers.operations],
-            collectives=collectives_of(made, self._last if behind else (), () if behind else self._given),
+            collectives=collectives_of(made, self._last if last else (), () if last else self._given),
         )
         known = self._segments.get(place)
-        if known is not None:  # of a block that stands for all layers
+        if known is not None:  # a block that stands for all layers
             unit, entries = known.unit.followed_by(unit), [*known.entries, *entries]
         self._segments[place] = _Segment(unit, entries, frozenset(map(sequence_number, halves.freed)))
-        storages.start_operations()
+        storages.operations = []
 
     def _leave_encoder(self, encoder: nn.Module, args: Any, output: Any) -> None:
-        """Count what an encoder does behind its blocks as the element that it is."""
+        """Count an encoder's code after its blocks as the element that the encoder is."""
         assert self._encoder is not None
         made = list(tensors_in(_values_of(output)))
         self._end_segment(self._encoder, made)
         self._give(made)
-        self._last = [x for x in made if x.requires_grad]
+        self._leave(output)
+
+    def _leave(self, output: Any) -> None:
+        self._last = _trained(output)
         self._base = self._storages.reset_peak()
 
     def _give(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -229,21 +217,20 @@ class ForwardCounter(BlockReplay):
         if unit is not None:
             unit = self._unit = replace(unit, number=self._recomputed.get(id(block)))
         if unit is not None and place is not None:
-            known = self._found.get(place)  # of a block that stands for all layers
+            known = self._found.get(place)  # a block that stands for all layers
             self._found[place] = unit if known is None else known.followed_by(unit)
-        elif unit is not None:  # of a tower before the blocks
+        elif unit is not None:  # a tower before the blocks
             operations = [*self._towers.operations, *unit.operations]
             self._towers = Unit({**self._towers.saved, **unit.saved}, operations=operations)
-        self._last = [x for x in tensors_in(_values_of(out)) if x.requires_grad]
-        self._base = self._storages.reset_peak()
+        self._leave(out)
         return out
 
     def _measure(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block forward and backward; return what it returned, of which no graph is left."""
+        """Run a block forward and backward; return its output, without a graph."""
         storages, saved_storages = self._storages, self._saved
-        outside, self._first_inside = saved_storages.take(), storages.count
+        outside, saved_storages.entries, self._first_inside = saved_storages.entries, [], storages.count
         operations_outside, storages.operations = storages.operations, None
-        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # argument -> leaf, and what the block is given
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # argument -> leaf, and its clone for the block
 
         def enter(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad or not tensor.is_meta:
@@ -257,8 +244,8 @@ class ForwardCounter(BlockReplay):
 
         args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
         given = saved_storages.numbered(tensors_in((args, kwargs)))
-        operations = storages.start_operations()
-        start = storages.reset_peak()
+        operations: list[Operation] = []
+        storages.operations, start = operations, storages.reset_peak()
         self._inside_a_block = True
         try:
             with remembered(storages, saved_storages, self._save) as kept_sizes:
@@ -266,12 +253,12 @@ class ForwardCounter(BlockReplay):
         finally:
             self._inside_a_block = False
         storages.operations, (last, before_last) = None, saved_storages.last
-        entries = saved_storages.take()
+        entries, saved_storages.entries = saved_storages.entries, outside
         saved = alive(entries)
         held = sum(size for number, size in saved.items() if number not in given)
         forward_peak = storages.peak - start - held
         leaves = [leaf for leaf, _ in copies.values()]
-        made = [x for x in tensors_in(_values_of(out)) if x.requires_grad]
+        made = _trained(out)
         outputs = saved_storages.numbered(made)
         halves = backward_halves(made, leaves)
         late = alive(entries, {sequence_number(node) for node in halves.freed}) if halves.rest else None
@@ -279,16 +266,15 @@ class ForwardCounter(BlockReplay):
         held += start + sum(outputs.values())
         backward_peak = _backward_peak(storages, made, leaves, held, sum(saved.values())) if made and leaves else 0
         storages.operations = operations_outside
-        saved_storages.put(outside)
 
         def is_kept(operation: Operation) -> bool:
             return ("attention" if operation.attention else "matmuls" if operation.flops else "") in self._save
 
-        beside = {number: size for number, size in kept_sizes.items() if number not in given}
+        extra = {number: size for number, size in kept_sizes.items() if number not in given}
         again = [operation for operation in operations[:before_last] if not is_kept(operation)]
         peaks = max(forward_peak, 0), backward_peak
         self._unit = Unit(
-            *(saved, late, halves.apart, halves.gradients, given, beside, outputs, *peaks, operations, again, calls),
+            *(saved, late, halves.apart, halves.gradients, given, extra, outputs, *peaks, operations, again, calls),
             sends_again="collectives" not in self._save,
         )
         return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), out)
@@ -309,7 +295,7 @@ class ForwardCounter(BlockReplay):
             now = [self._saved.number(x) for x in arguments]
             known = dict(zip(kept.before, now, strict=True))
             self._replays += 1
-            fresh = -self._replays * 1_000_000  # what the block makes by itself is made again
+            fresh = -self._replays * 1_000_000  # each block makes its own storages
             inside = {*kept.unit.saved, *kept.unit.remembered, *kept.unit.outputs} - known.keys()
             known |= {number: fresh - number for number in inside if number > kept.first}
             self._renumbered, self._unit = known, kept.unit.renumbered(known)
@@ -319,11 +305,11 @@ class ForwardCounter(BlockReplay):
 
 
 class _Kept(NamedTuple):
-    """An output of a block that others repeat.
+    """An output of a block that its equals repeat.
 
     Attributes:
-        before: numbers of the block's arguments; ``own``: of the output.
-        first: the last number that was given before the block ran.
+        before, own: The numbers of the block's arguments and of the output.
+        first: The last number that was given before the block ran.
     """
 
     form: Form
@@ -337,7 +323,7 @@ class _Kept(NamedTuple):
 def _backward_peak(
     storages: Storages, made: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], held: int, unknown: int
 ) -> int:
-    """Return the most bytes beside ``held`` in a backward; ``unknown`` where that of an operation has no shapes."""
+    """Return the most bytes over ``held`` in a backward; ``unknown`` if an operation's backward has no shapes."""
     storages.reset_peak()
     try:
         torch.autograd.grad(made, leaves, [torch.empty_like(x) for x in made], allow_unused=True)
@@ -351,14 +337,18 @@ def _values_of(out: Any) -> Any:
     return dict(out) if hasattr(out, "keys") else vars(out) if hasattr(out, "__dataclass_fields__") else out
 
 
+def _trained(out: Any) -> list[torch.Tensor]:
+    return [x for x in tensors_in(_values_of(out)) if x.requires_grad]
+
+
 class Halves(NamedTuple):
     """The state that a split backward leaves for its second half.
 
     Attributes:
-        apart: whether the halves can be told apart; if not, the first one is all of it.
-        rest: whether anything is left.
-        freed: nodes of which nothing is left: those above all edges to the side.
-        gradients: bytes of those that wait; at most, since some may be views of others.
+        apart: A flag, set if the backward has two halves; else the first is all of it.
+        rest: A flag, set if anything is left.
+        freed: The nodes of which nothing is left, above all edges to the side.
+        gradients: The bytes of waiting gradients, at most: some may be views of the rest.
     """
 
     apart: bool
@@ -368,7 +358,7 @@ class Halves(NamedTuple):
 
 
 def backward_halves(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Halves:
-    """Return the state that ``stage_backward_input`` would leave with these arguments; nothing is run."""
+    """Return the state that ``stage_backward_input`` would leave, without running it."""
     graph, _, starts = way([get_gradient_edge(root) for root in roots], leaves)
     apart = not any(runs_once(node) for node in starts)
     below = nodes(starts) if apart else {}

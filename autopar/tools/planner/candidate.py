@@ -1,4 +1,4 @@
-"""One configuration of a run, and what it comes to: memory on each rank, time of a step, bytes that travel."""
+"""One configuration of a run and its figures: memory on each rank, time of a step, bytes sent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from autopar.tools.planner.network import DATA
 
 
 class Rows(NamedTuple):
-    """How sequences and experts lie on ranks: sizes of tp and cp, whether tp ranks hold rows between the regions.
+    """The placement of sequences and experts on ranks, and one of these ranks; no rank has more than the first.
 
     Attributes:
-        ep: ranks over which experts are sharded by number; 1: each expert is sharded over tp.
-        tp_rank, cp_rank: the rank that is meant; no other has more than the first.
-        sharer: its replica among those that share the experts.
+        ep: The number of ranks over which experts are spread by number; 1: each expert is sharded over tp.
+        sharer: The rank's replica among the replicas that share the experts.
     """
 
     tp: int
@@ -28,24 +27,20 @@ class Rows(NamedTuple):
 
 
 def mesh_words(tp: int, cp: int, pp: int, dp: int) -> str:
-    """Return a mesh in words, without context parallelism where there is none."""
+    """Return a mesh in words, cp only if it is above 1."""
     return f"tp {tp}{f' x cp {cp}' if cp > 1 else ''} x pp {pp} x dp {dp}"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration: a mesh, and how a batch goes through it.
+    """A mesh, and the path of a batch through it.
 
     Attributes:
-        tp, pp, dp: sizes of the axes.
-        schedule: of the pipeline; with one stage ``1f1b``, forward and backward of one micro-batch after the other.
-        microbatch: samples of a micro-batch; ``microbatches``: how many a replica has in a step.
-        zero: ZeRO's stage.
-        checkpointing: whether the activations of blocks are recomputed; ``saves``: what these keep of their forward.
-        cp: context-parallel size; ``sequence_parallel``: whether tp ranks hold rows between the regions.
-        ep: ranks that hold whole experts, to which tokens travel: tp, or more, of several replicas; 1: tp ranks hold a
-            part of each expert.
-        every: With ``checkpointing``, one block out of this many is recomputed.
+        schedule: The pipeline schedule; with one stage ``1f1b``.
+        microbatch: The samples of a micro-batch; ``microbatches``: the micro-batches of a replica in a step.
+        saves: The operations whose results recomputed blocks keep.
+        ep: The number of ranks over which experts are spread, tp or a multiple; 1: each expert is sharded over tp.
+        every: The number of blocks out of which one is recomputed, with ``checkpointing``.
         chunks: The number of stages on each rank; 0: the default of the schedule.
     """
 
@@ -66,22 +61,22 @@ class Candidate:
 
     @property
     def gpus(self) -> int:
-        """Ranks of the mesh."""
+        """The ranks of the mesh."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same shard: gradients are averaged over them, optimizer states sharded."""
+        """The ranks that hold the same shard."""
         return self.dp * self.cp
 
     @property
     def sharers(self) -> int:
-        """Replicas that share the experts between them."""
+        """The replicas that share the experts."""
         return max(self.ep // self.tp, 1)
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same experts."""
+        """The ranks that hold the same experts."""
         return self.replicas // self.sharers
 
     @property
@@ -91,10 +86,10 @@ class Candidate:
 
     @property
     def exchanges(self) -> tuple[int, int]:
-        """How often FSDP2 gathers a weight in a step, and reduces its gradient.
+        """The all-gathers of a weight that FSDP2 issues in a step, and the reduce-scatters of its gradient.
 
-        In stage 3 before each forward and each backward, in stage 2 before the forward; through stages there once a
-        step, and gradients are reduced once a step.
+        ZeRO-3 gathers before each forward and backward, ZeRO-2 before the forward. With pipeline stages, ZeRO-2 gathers
+        once a step, and gradients are reduced once a step.
         """
         count = self.microbatches
         if self.pp == 1:
@@ -103,11 +98,11 @@ class Candidate:
 
     @property
     def rows(self) -> Rows:
-        """How sequences lie on the ranks of tp and cp."""
+        """The placement of sequences and experts, on the first rank."""
         return Rows(self.tp, self.cp, self.sequence_parallel, self.ep)
 
     def config(self, precision: str) -> ParallelConfig:
-        """Return the configuration that ``initialize`` takes."""
+        """Return the parsed configuration."""
         return ParallelConfig.parse(self.sections(precision))
 
     def sections(self, precision: str) -> dict[str, Any]:
@@ -143,12 +138,11 @@ class RankMemory:
     """Bytes by part on the rank of a stage that holds most.
 
     Attributes:
-        weights, gradients, optimizer: exact, of the plan.
-        activations, logits: saved for the backward, of all micro-batches that wait.
-        work: what the running operation needs beside.
-        buffers: of the model, of messages, and what FSDP2 gathers.
-        step: what the optimizer's step needs beside, or a bucket of gradients before it; neither meets activations.
-        reserve: of CUDA and NCCL.
+        activations, logits: The saved tensors of all micro-batches that wait for their backward.
+        work: The temporary bytes of the running operation.
+        buffers: The model's buffers, messages, and what FSDP2 gathers.
+        step: The temporary bytes of the optimizer's step, or a bucket of gradients before it, without activations.
+        reserve: The bytes of CUDA and NCCL.
     """
 
     weights: int
@@ -163,12 +157,12 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """The most that is held at one time: in the backward, or behind it."""
+        """The most bytes at one time: in the backward, or after it."""
         states = self.weights + self.gradients + self.optimizer + self.buffers + self.reserve
         return states + max(self.activations + self.logits + self.work, self.step)
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes by part, those of the moment that counts."""
+        """Return the bytes by part at the moment when most is held."""
         found = asdict(self)
         step = found.pop("step")
         if step > self.activations + self.logits + self.work:
@@ -181,14 +175,14 @@ class Estimate:
     """The figures of a candidate.
 
     Attributes:
-        memory: of each rank of the pipeline.
-        time: seconds of a step; ``parts`` of it by what they are spent on.
-        hidden: seconds of communication that take no time, by axis: other work runs beside it.
-        bubble: part of the pipeline's time that its ranks wait, 0 to 1.
-        bytes: that a rank sends in a step, by axis; the most of any rank.
-        flops: of the model in a step, without what is computed again.
-        mfu: part of the GPUs' peak, 0 to 1.
-        tokens_per_second: of all GPUs.
+        memory: The memory of each rank of the pipeline.
+        time: The seconds of a step; ``parts``: its parts by purpose.
+        hidden: The seconds of communication by axis that overlap with work.
+        bubble: The fraction of the pipeline's time in which ranks wait.
+        bytes: The bytes that a rank sends in a step, by axis; the most of any rank.
+        flops: The model's operations in a step, without recomputation.
+        mfu: The fraction of the GPUs' peak.
+        tokens_per_second: The tokens of all GPUs.
         stored: The bytes of a checkpoint with the optimizer's state; ``save`` and ``load``: the seconds that it takes.
     """
 
@@ -208,18 +202,18 @@ class Estimate:
 
     @property
     def time_range(self) -> tuple[float, float]:
-        """Seconds of a step between which published runs are, for such an estimate."""
+        """The seconds of a step between which published runs lie, for such an estimate."""
         spread = 1 + DATA["assumed"]["spread"]["time"]
         return self.time / spread, self.time * spread
 
     @property
     def memory_range(self) -> tuple[float, float]:
-        """Bytes on the rank that holds most: what is counted, and what fragmentation may add."""
+        """The bytes on the rank that holds most: as counted, and with fragmentation."""
         return float(self.peak.total), self.peak.total * (1 + DATA["assumed"]["spread"]["memory"])
 
     @property
     def time_without_overlap(self) -> float:
-        """Seconds of a step if no communication were hidden."""
+        """The seconds of a step if no communication were hidden."""
         return self.time + sum(seconds for _, seconds in self.hidden)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -26,19 +27,14 @@ _STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments an
 
 
 def _enough(candidate: Candidate) -> int:
-    """As many micro-batches as show the most that waits: with more of them a schedule goes on as before."""
+    """Return a number of micro-batches at which the most of them wait; with more of them a schedule only repeats."""
     if candidate.schedule == "gpipe":
         return candidate.microbatches
     return min(candidate.microbatches, 3 * candidate.pp + candidate.microbatches % candidate.pp)
 
 
 class Exchange(NamedTuple):
-    """Calls of one kind between ranks that hold the same shards.
-
-    Attributes:
-        size: The bytes of the full tensors of all calls.
-        calls: The number of calls.
-    """
+    """Calls of one kind between ranks that hold the same shards; ``size`` counts the full tensors of all calls."""
 
     kind: str
     size: int
@@ -47,7 +43,6 @@ class Exchange(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends."""
         return self.group.sent(self.kind, self.size)
 
 
@@ -56,8 +51,8 @@ class Estimator:
     """Estimates candidates of one model on one kind of machine.
 
     Attributes:
-        device: ``cuda``, or ``cpu``: there nothing is reserved, and AdamW works tensor by tensor.
-        given: the configuration that is estimated; None: those of the candidates.
+        device: ``cuda``, or ``cpu``, where nothing is reserved and AdamW steps one tensor at a time.
+        given: The configuration to estimate; None: the configurations of the candidates.
     """
 
     model: PlannedModel
@@ -68,7 +63,6 @@ class Estimator:
 
     @property
     def gpu(self) -> Gpu:
-        """The GPU of the machine."""
         return self.node.gpu
 
     def _once(self, key: Any, make: Callable[[], T]) -> T:
@@ -79,10 +73,9 @@ class Estimator:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def memory(self, candidate: Candidate) -> tuple[RankMemory, ...]:
-        """Return the memory of each rank of the pipeline, of the tp and dp rank that hold most.
+        """Return the memory of each rank of the pipeline, on the tp and dp ranks that hold most.
 
-        Raises:
-            AutoparError: the sizes do not fit the model, or it does not run on the meta device.
+        Raises AutoparError if the sizes do not fit the model, or it does not run on the meta device.
         """
         costs = self._costs(candidate)
         key = ("peaks", id(costs), candidate.pp, candidate.schedule, candidate.chunks, _enough(candidate))
@@ -91,14 +84,7 @@ class Estimator:
         return tuple(self._memory(candidate, rank, held, peak) for rank, (held, peak) in enumerate(pairs))
 
     def kept(self, candidate: Candidate, tp: int, cp: int, sharer: int = 0) -> list[int]:
-        """Return the most bytes that wait for backwards at one time, of each rank of the pipeline.
-
-        Args:
-            tp, cp: place of the rank on these axes; ``sharer``: its replica among those that share experts.
-
-        Raises:
-            AutoparError: as :meth:`memory`.
-        """
+        """Return the most bytes that wait for backwards at one time, of each rank of the pipeline."""
         costs = self._costs(candidate, candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer))
         moments = self._moments(candidate, costs)
         return [max((kept_bytes(state, costs) for state in states), default=0) for states in moments]
@@ -114,20 +100,21 @@ class Estimator:
         elif candidate.replicas > 1:
             alone = held.expert_gradients if candidate.copies == 1 else 0  # no other rank holds these
             bucket = min(max(_BUCKET, held.largest), held.gradients - alone)
-        foreach = 4 * held.stepped if self.device == "cuda" and self.model.optimizer.startswith("adam") else 0
-        states, step = (held.weights, held.gradients, held.optimizer), max(bucket, 0 if held.host else foreach)
-        return RankMemory(*states, *peak, buffers, step, _RESERVE if self.device == "cuda" else 0)
+        cuda = self.device == "cuda"
+        foreach = 4 * held.stepped if cuda and not held.host and self.model.optimizer.startswith("adam") else 0
+        states = held.weights, held.gradients, held.optimizer
+        return RankMemory(*states, *peak, buffers, max(bucket, foreach), _RESERVE if cuda else 0)
 
     def _gathered(self, candidate: Candidate, rank: int) -> int:
-        """Return the bytes that FSDP2 holds of other ranks.
+        """Return the bytes that FSDP2 gathers from other ranks.
 
-        In stage 3 two blocks and the weights around them, in stage 2 all weights; of gradients a block's, also in
-        fp32, through stages those of all weights, which are reduced at the end of a pass.
+        ZeRO-3 gathers two blocks and the weights outside of blocks, ZeRO-2 all weights. Gradients of one block wait in
+        its dtype and in fp32; with pipeline stages, gradients of all weights wait for the end of a pass.
         """
         width = 4 if self.model.precision == "fp32" else 2
-        largest, whole, outside = self._unsharded(candidate, rank)
-        weights = whole if candidate.zero == 2 else 2 * largest + outside
-        gradients = whole * 4 if candidate.pp > 1 else largest * (width + 4)
+        largest, full, outside = self._unsharded(candidate, rank)
+        weights = full if candidate.zero == 2 else 2 * largest + outside
+        gradients = full * 4 if candidate.pp > 1 else largest * (width + 4)
         return weights * width + gradients
 
     def _unsharded(self, candidate: Candidate, rank: int) -> tuple[int, int, int]:
@@ -153,7 +140,7 @@ class Estimator:
         return self._once(("states", c.tp, c.ep, c.replicas, c.zero, cp, stages.bounds, stages.rank_of), make)
 
     def _costs(self, candidate: Candidate, place: Rows | None = None) -> list[StageCost]:
-        """Return the costs of the stages on one rank of each, by default on the first, which has most."""
+        """Return the costs of the stages on one rank of each, by default on the first."""
         c, stages, rows = candidate, self._stages(candidate), candidate.rows if place is None else place
         every = c.every if c.checkpointing else 0
 
@@ -173,23 +160,19 @@ class Estimator:
     # -- time ------------------------------------------------------------------------------------------------------
 
     def least_time(self, candidate: Candidate) -> float:
-        """Return the seconds of a step without bubbles: of the rank that works most, and what comes behind it."""
+        """Return the seconds of a step without bubbles, on the rank that works most."""
         _, after = self._after(candidate)
         return candidate.microbatches * max(self._busy(candidate)) + sum(after.values())
 
     def _busy(self, candidate: Candidate, *, alone: bool = False) -> list[float]:
-        """Return the seconds that each rank works on a micro-batch.
-
-        Args:
-            alone: Without the time of collectives.
-        """
+        """Return the seconds that each rank works on a micro-batch; ``alone``: without collectives."""
         busy = [0.0] * candidate.pp
         for cost, rank in zip(self._costs(candidate), self._stages(candidate).rank_of, strict=True):
             busy[rank] += cost.alone if alone else sum(cost.time_of(Action(kind, 0, 0)) for kind in "FB")
         return busy
 
     def _played(self, candidate: Candidate, microbatches: int) -> float:
-        """Return the seconds of the candidate's schedule with so many micro-batches."""
+        """Return the seconds of the candidate's schedule with a number of micro-batches."""
         costs = self._costs(candidate)
         output = max((cost.output for cost in costs), default=0)
         ends = Group(2, 1 if candidate.gpus <= self.node.gpus else 2)
@@ -235,9 +218,9 @@ class Estimator:
     def _stored(self, candidate: Candidate) -> tuple[int, float, float]:
         """Return the bytes of a checkpoint, and the seconds to save and to load it.
 
-        All ranks write equal parts. Each reads what it holds.
+        All ranks write equally much, and each reads its own shards.
         """
-        c = replace(candidate, zero=max(candidate.zero, 1))  # its master weights are those of the run
+        c = replace(candidate, zero=max(candidate.zero, 1))  # with the run's master weights
         states, stages = self.model.states(1), self.model.plans.stages(1)
         one = self._once(("stored", c.zero), lambda: states.of_rank(stages, self._config(c), 0, 0, 0, 1))
         total = one.weights + one.optimizer + one.host
@@ -246,12 +229,13 @@ class Estimator:
         return total, total / nodes / self.node.storage, held * min(c.gpus, self.node.gpus) / self.node.storage
 
     def _after(self, candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the seconds of the exchange between replicas that are hidden, and those of what follows the backward.
+        """Return the hidden seconds of the exchange between replicas, and the seconds that follow the backward.
 
-        FSDP2 hides a part behind the work. Averaging over replicas, and the optimizer, overlap with nothing.
+        This is the one place that says which exchange of replicas overlaps with work: FSDP2's does. The average of
+        gradients and the optimizer overlap with nothing.
         """
-        states = self._states(candidate)
-        optimizer = max(s.stepped for s in states) * _STEP_BYTES / (self.gpu.bandwidth * _STREAM)
+        stepped = max(state.stepped for state in self._states(candidate))
+        optimizer = stepped * _STEP_BYTES / (self.gpu.bandwidth * _STREAM)
         total = sum(
             each.calls * self.node.network.seconds(each.kind, each.size // each.calls, each.group)
             for each in self._exchanges(candidate)
@@ -259,15 +243,15 @@ class Estimator:
         )
         shown = total
         if candidate.fully_sharded and (candidate.pp == 1 or candidate.zero == 3):
-            # Otherwise weights come before all work, and gradients after it.
+            # Else weights are gathered before all work, and gradients reduced after it.
             shown = exposed(total, max(self._busy(candidate, alone=True)) * candidate.microbatches)
         return {"dp": total - shown}, {"dp": shown, "optimizer": optimizer}
 
     def _exchanges(self, candidate: Candidate) -> list[Exchange]:
         """Return the calls of a step between ranks that hold the same shards, on the rank that sends most.
 
-        FSDP2 sends weights and gradients as often as :attr:`Candidate.exchanges` says, but weights outside of blocks
-        only once for forward and backward.
+        FSDP2 sends weights and gradients as often as :attr:`Candidate.exchanges` says, except weights outside of
+        blocks: once for forward and backward together.
         """
         c, states, per_node = candidate, self._states(candidate), self.node.gpus
         everyone = Group.of(c.replicas, c.tp, per_node)
@@ -311,15 +295,11 @@ class Estimator:
         return (*((axis, max(ranks)) for axis, ranks in sent.items()), ("dp", dp))
 
 
-# -- schedules, played with the stages' own times: when actions run, how long ranks and micro-batches wait -------------
+# -- schedules, played with the times of the stages -------------------------------------------------------------------
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes of a rank's micro-batches at its peak.
-
-    Attributes:
-        activations: with gradients that wait for the second half of a backward.
-    """
+    """Bytes of a rank's micro-batches at its peak; ``activations`` includes gradients that wait in a split backward."""
 
     activations: int
     logits: int
@@ -327,46 +307,36 @@ class ActivationBytes(NamedTuple):
 
 
 class State(NamedTuple):
-    """A moment of one rank's list: what runs, and what waits.
-
-    Attributes:
-        waiting: stage, how many of its micro-batches wait for a backward, and how many for its second half.
-    """
+    """A moment in one rank's list of actions."""
 
     forward: bool
     stage: int
-    waiting: tuple[tuple[int, int, int], ...]
+    waiting: tuple[tuple[int, int, int], ...]  # stage, micro-batches that wait for a backward, or for its second half
 
 
 def states_of(actions: Sequence[Action], recomputed: Sequence[bool]) -> list[State]:
-    """Return the moments of one rank's list that may need most: in no other one the same runs and more waits.
+    """Return the moments of one rank's list that may need most: at no other one the same runs and more waits.
 
-    Args:
-        recomputed: of each stage, whether the first half of a backward is all of it.
+    In stages with ``recomputed`` blocks the first half of a backward is all of it.
     """
-    waiting: dict[int, int] = {}
-    late: dict[int, int] = {}
+    waiting, late = Counter[int](), Counter[int]()
     found: dict[tuple[bool, int], list[State]] = {}
     for kind, stage, _ in actions:
-        if kind == "F":
-            waiting[stage] = waiting.get(stage, 0) + 1
-        whole = recomputed[stage]
-        if not (kind == "W" and whole):
-            row = tuple((s, number, late.get(s, 0)) for s, number in waiting.items())
-            alike = found.setdefault((kind == "F", stage), [])
-            if not any(_covers(other.waiting, row) for other in alike):
-                alike[:] = [other for other in alike if not _covers(row, other.waiting)]
-                alike.append(State(kind == "F", stage, row))
-        if kind == "W":
-            late[stage] = late.get(stage, 0) - (not whole)
-        elif kind != "F":
-            waiting[stage] -= 1
-            late[stage] = late.get(stage, 0) + (kind == "I" and not whole)
-    return [state for alike in found.values() for state in alike]
+        waiting[stage] += kind == "F"
+        full = recomputed[stage]
+        if not (kind == "W" and full):
+            row = tuple((s, number, late[s]) for s, number in waiting.items())
+            known = found.setdefault((kind == "F", stage), [])
+            if not any(_covers(other.waiting, row) for other in known):
+                known[:] = [other for other in known if not _covers(row, other.waiting)]
+                known.append(State(kind == "F", stage, row))
+        waiting[stage] -= kind in "BI"
+        late[stage] += 0 if full else (kind == "I") - (kind == "W")
+    return [state for known in found.values() for state in known]
 
 
 def _covers(row: Sequence[tuple[int, int, int]], other: Sequence[tuple[int, int, int]]) -> bool:
-    """Return whether of each stage as much waits in ``row``; both are of one list, so their stages have one order."""
+    """Return whether no stage of ``other`` has more that waits; both come from one list and share its stage order."""
     pairs = zip(row, other, strict=False)
     return len(row) >= len(other) and all(full >= f and late >= la for (_, full, late), (_, f, la) in pairs)
 
@@ -391,41 +361,34 @@ def kept_bytes(state: State, costs: Sequence[StageCost]) -> int:
 def play(
     lists: Sequence[Sequence[Action]], stages: int, time_of: Callable[[Action], float], message: float = 0.0
 ) -> float:
-    """Return the time of a schedule that runs as in the engine: in order, an action waits until its inputs are there.
+    """Return the seconds of a schedule that runs as in the engine: in order, each action after its inputs.
 
     Args:
-        lists: of :func:`~autopar.pipeline_parallel.schedule.make_schedule`, one a rank.
-        time_of: how long an action takes.
-        message: how long a message between two ranks takes.
+        lists: The lists of :func:`~autopar.pipeline_parallel.schedule.make_schedule`, one a rank.
+        message: The seconds of a message between two ranks.
 
     Raises:
-        ValueError: the lists cannot be run: all ranks wait.
+        ValueError: If all ranks wait.
     """
     ends: dict[Action, float] = {}
     rank_of = {action.stage: rank for rank, row in enumerate(lists) for action in row}
-    done = [0] * len(lists)
+    left = [deque(row) for row in lists]
     free = [0.0] * len(lists)
-    left = sum(map(len, lists))
-    while left:
-        before = left
-        for rank, row in enumerate(lists):
-            while done[rank] < len(row):
-                action = row[done[rank]]
-                inputs = _inputs(action, stages)
-                if not all(each in ends for each in inputs):
-                    break
+    while any(left):
+        before = sum(map(len, left))
+        for rank, row in enumerate(left):
+            while row and ends.keys() >= {*(inputs := _inputs(row[0], stages))}:
+                action = row.popleft()
                 arrivals = [ends[each] + (message if rank_of[each.stage] != rank else 0.0) for each in inputs]
                 free[rank] = max([free[rank], *arrivals]) + time_of(action)
                 ends[action._replace(kind="B") if action.kind == "I" else action] = free[rank]
-                done[rank] += 1
-                left -= 1
-        if left == before:
-            raise ValueError(f"the schedule cannot be run: {left} actions wait for each other")
+        if sum(map(len, left)) == before:
+            raise ValueError(f"the schedule cannot be run: {before} actions wait for each other")
     return max(free)
 
 
 def _inputs(action: Action, stages: int) -> list[Action]:
-    """Return the actions that must have ended before; ``B`` stands for the first half of a split backward, too."""
+    """Return the actions that must have ended before; ``B`` is also the first half of a split backward."""
     kind, stage, m = action
     if kind == "F":
         return [Action("F", stage - 1, m)] if stage else []
@@ -435,12 +398,9 @@ def _inputs(action: Action, stages: int) -> list[Action]:
 
 
 def step_time(time_with: Callable[[int], float], microbatches: int, ranks: int) -> float:
-    """Return the time of a schedule with many micro-batches.
+    """Return the seconds of a schedule with many micro-batches.
 
-    From some number on each further round of ``ranks`` micro-batches takes as long as the last one: so many are played.
-
-    Args:
-        time_with: returns the time of the schedule with a number of micro-batches.
+    From some number on, each further round of ``ranks`` micro-batches takes as long as the last one.
     """
     few = 4 * ranks + microbatches % ranks
     if microbatches <= few + 2 * ranks:

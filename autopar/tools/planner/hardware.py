@@ -18,7 +18,7 @@ class Gpu:
     Attributes:
         flops: The speed of dense half-precision products; ``flops_fp32``: of products in fp32 (TF32 is off by default).
         bandwidth: The speed of the memory.
-        products: The part of these operations that the best product reaches.
+        products: The fraction of ``flops`` that the best product reaches.
     """
 
     name: str
@@ -35,13 +35,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine with GPUs, connected to others like it.
-
-    Attributes:
-        gpus: The number of GPUs.
-        network: The links between the GPUs of a node, and between nodes.
-        storage: The bytes a second that a node writes to its storage, and reads from there.
-    """
+    """A machine with GPUs, connected to equal machines; ``storage``: bytes a second that it writes, or reads."""
 
     name: str
     gpu: Gpu
@@ -63,11 +57,7 @@ def gpu_of(device: str) -> Gpu | None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU by its name.
-
-    Raises:
-        ConfigError: the name is not known.
-    """
+    """Return a GPU by its name. Raises ConfigError if the name is unknown."""
     if name not in GPUS:
         raise ConfigError(
             f"gpu={name!r} is not known.{nearest(name, GPUS)} Known: {', '.join(GPUS)}. For another GPU take the "
@@ -89,17 +79,15 @@ FIGURES = {
 
 
 def find_node(name: str = "dgx-h100", gpus_per_node: int | None = None, **figures: float | None) -> Node:
-    """Return a machine by its name, with other figures where they are given.
+    """Return a machine by its name, with the given figures replaced.
 
     Args:
-        name: The name of a machine (``dgx-h100``), a number of GPUs of one kind (``4xl40s``), or a GPU, of which a
-            machine has eight.
+        name: The name of a machine (``dgx-h100``), a number of GPUs of one kind (``4xl40s``), or a GPU: eight of them.
         gpus_per_node: The number of GPUs.
-        figures: ``gpu_memory`` in GB, ``tflops``, ``memory_bandwidth``, ``intra_node_bandwidth``,
-            ``inter_node_bandwidth`` and ``storage_bandwidth`` in GB/s, ``latency`` in microseconds.
+        figures: The figures of :data:`FIGURES`: memory in GB, speeds in TFLOP/s and GB/s, latency in microseconds.
 
     Raises:
-        ConfigError: the name is not known, or a figure is not above 0.
+        ConfigError: If the name is unknown, or a figure is not above 0.
     """
     nodes: dict[str, str] = DATA["nodes"]
     form = re.fullmatch(r"(\d+)x(\w+)", nodes.get(name, name))

@@ -1,4 +1,4 @@
-"""``plan_memory``: the memory that a configuration needs on every rank, before it is run."""
+"""``plan_memory``: the memory of a configuration on every rank, before it runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class MemoryPlan:
     """The memory of a configuration.
 
     Attributes:
-        ranks: ``(pp, dp, tp)`` -> bytes of weights, gradients, optimizer state and buffers there: exact. With context
-            parallelism the second counts dp x cp, cp first. Experts that replicas share lie over dp, too.
-        kept: likewise, the most bytes that wait for backwards at one time: what autograd has saved, and what was sent
-            on. Exact for micro-batches of one size.
-        stages: for each rank of the pipeline all parts, of the tp and dp rank that hold most.
+        ranks: The exact bytes of weights, gradients, optimizer state and buffers by ``(pp, dp, tp)``. With context
+            parallelism the second place counts dp x cp, cp first. Experts that replicas share lie over dp, too.
+        kept: The most bytes by ``(pp, dp, tp)`` that wait for backwards at one time: tensors that autograd has saved,
+            and outputs that were sent. Exact for micro-batches of one size.
+        stages: All parts for each rank of the pipeline, on the tp and dp ranks that hold most.
     """
 
     ranks: Mapping[tuple[int, int, int], RankBytes]
@@ -39,7 +39,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> RankMemory:
-        """The memory of the rank that holds most."""
+        """Memory of the rank that holds most."""
         return max(self.stages, key=lambda memory: memory.total)
 
     def __str__(self) -> str:
@@ -63,22 +63,23 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of each rank for a step of ``execute_pipeline``; no process group, no weights, nothing changes.
 
-    Weights, gradients and the optimizer's state are exact. Activations are what each rank's forward saves, counted on
-    the meta device at these sizes; what runs beside them is the largest of any block. Experts get equally many tokens.
+    Weights, gradients and the optimizer's state are exact. Activations are the tensors that each rank's forward saves,
+    counted on the meta device at these sizes; temporary memory is the largest of any block. Experts get equally many
+    tokens.
 
     Args:
-        model: a Hugging Face model, in memory or built inside :func:`autopar.lazy_init`, with adapters of PEFT and
-            quantized weights if it has any; only read.
-        config: as in :func:`autopar.initialize`.
-        sequence: tokens of each sample.
-        batch: samples of a replica in a step.
-        gpus: ranks; by default one replica, or as many as share the experts.
+        model: A Hugging Face model, in memory or built inside :func:`autopar.lazy_init`; only read. Adapters of PEFT
+            and quantized weights are counted.
+        config: The configuration, as in :func:`autopar.initialize`.
+        sequence: The tokens of each sample.
+        batch: The samples of a replica in a step.
+        gpus: The number of ranks; by default one replica, or as many replicas as share the experts.
         optimizer: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``, given to ``initialize``.
-        policy: as in :func:`autopar.initialize`.
-        device: ``cuda``: with what CUDA and NCCL reserve; or ``cpu``.
+        policy: The policy, as in :func:`autopar.initialize`.
+        device: ``cuda``, where CUDA and NCCL reserve memory, or ``cpu``.
 
     Raises:
-        ConfigError, PolicyError, UnsupportedModelError: as ``initialize``; or the model does not run without data.
+        ConfigError, PolicyError, UnsupportedModelError: As ``initialize``; or if the model does not run without data.
     """
     parsed = ParallelConfig.parse(config)
     if batch < 1:
@@ -104,9 +105,9 @@ def plan_memory(
         size, count = parsed.pipeline.microbatch_size, parsed.pipeline.num_microbatches
         size = min(size or batch, batch) if count is None else -(-batch // min(count, batch))  # of the largest one
         count = -(-batch // size) if count is None else min(count, batch)
-        again, zero = parsed.activation_checkpointing, parsed.zero_stage
         candidate = Candidate(
-            *(tp, pp, replicas, parsed.pipeline.schedule, size, count, zero, again),
+            *(tp, pp, replicas, parsed.pipeline.schedule, size, count, parsed.zero_stage),
+            parsed.activation_checkpointing,
             cp=cp,
             sequence_parallel=parsed.sequence_parallel and tp > 1,
             ep=parsed.expert_parallel_size,
@@ -124,7 +125,7 @@ def plan_memory(
             tensors = planned.plans.tensors(tp).tensors.values()
             shapes = [[tensor.local_shape(rank) for tensor in tensors] for rank in first]
             first = [shapes.index(own) for own in shapes]
-        places = cp * candidate.sharers  # on the axis of cp, and behind that among the replicas that share experts
-        alike = {(t, c): estimator.kept(candidate, first[t], c % cp, c // cp) for t in range(tp) for c in range(places)}
-        kept = {(p, d, t): alike[t, d % places][p] for p, d, t in ranks}
+        places = cp * candidate.sharers  # on the axis of cp, then among the replicas that share experts
+        found = {(t, c): estimator.kept(candidate, first[t], c % cp, c // cp) for t in range(tp) for c in range(places)}
+        kept = {(p, d, t): found[t, d % places][p] for p, d, t in ranks}
         return MemoryPlan(ranks, kept, estimator.memory(candidate))

@@ -1,15 +1,11 @@
-"""Bytes of weights, gradients and optimizer state on each rank, from the plan: exact, and without any formula.
-
-A rank holds the shard of each tensor that its plan gives it, of the stages that lie on it. The code that changes
-dtypes, shards for ZeRO and gives tensors their owners is asked what it does.
-"""
+"""Bytes of weights, gradients and optimizer state on each rank: exact, from the shards and stages of the plan."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,19 +21,15 @@ from autopar.stored import Kind, StandIn
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
 """Name -> tensors of the parameter's size that it keeps. Adam also keeps its step, 4 bytes a parameter."""
 
-_STEP = {"adamw": 4, "adam": 4}
-
 
 class RankBytes(NamedTuple):
     """Bytes on one rank.
 
     Attributes:
-        optimizer: the optimizer's state, with the fp32 weights that it works on; ``host``: those in the CPU's memory.
-        buffers: of the model.
-        parameters: elements of the weights.
-        stepped: elements that the rank's optimizer steps.
-        largest: bytes of the largest gradient that is averaged.
-        expert_weights, expert_gradients: bytes of those of experts that replicas share; other ranks hold copies.
+        optimizer: The optimizer's state on the GPU, with fp32 weights; ``host``: its part in the CPU's memory.
+        parameters: The elements of the weights; ``stepped``: the elements that the rank's optimizer steps.
+        largest: The bytes of the largest gradient that is averaged.
+        expert_weights, expert_gradients: The bytes of experts that replicas share; other ranks hold copies.
     """
 
     weights: int
@@ -58,17 +50,11 @@ class _Parameter(NamedTuple):
     dtype: torch.dtype  # before precision
     half: bool  # whether precision makes it half
     trained: bool
-    quantized: Kind | None = None  # the form in which it is stored
+    quantized: Kind | None = None
 
 
 class ModelStates:
-    """The bytes of one model on the ranks of a mesh.
-
-    Args:
-        model: whole, only read; on the meta device it needs no memory.
-        inner: the Hugging Face model in it, or itself.
-        optimizer: one of :data:`OPTIMIZERS`, over ``model.parameters()``.
-    """
+    """The bytes of one full model, and ``inner``, the Hugging Face model in it, on the ranks of a mesh."""
 
     def __init__(self, model: nn.Module, inner: nn.Module, plan: Plan, optimizer: str = "adamw") -> None:
         if optimizer not in OPTIMIZERS:
@@ -79,7 +65,7 @@ class ModelStates:
         buffers = ((name, b) for name, b in model.named_buffers() if b is not None)
         self._buffers = [(name, tuple(b.shape), b.element_size()) for name, b in buffers]
         self._local: dict[tuple[str, int], tuple[int, ...]] = {}
-        self._known: dict[tuple[int, str, bool, int], tuple[StagePlan, list[_Parameter]]] = {}
+        self._known: dict[Any, tuple[StagePlan, list[_Parameter]]] = {}
 
     def of_rank(
         self, stages: StagePlan, config: ParallelConfig, tp: int, pp: int, dp: int | None, replicas: int
@@ -87,16 +73,15 @@ class ModelStates:
         """Count the bytes of one rank.
 
         Args:
-            tp, pp, dp: its place on each axis; no replica: the one that owns most, of those with most experts. No tp
-                rank has more than the first.
-            replicas: data-parallel size, times that of context parallelism, whose ranks are counted first.
+            tp, pp, dp: The place on each axis; ``dp`` None: the replica that owns most, among those with most experts.
+            replicas: The data-parallel size times the context-parallel size, whose ranks are counted first.
         """
         self.plan.check_zero(config.zero_stage)
         held = self._held(stages, config, pp)
         copies = _Copies(self.plan.shards // self.plan.tp, config.context_parallel_size, replicas)
         shard = copies.sharer(dp) * self.plan.tp + tp
         shapes = [self._shape(parameter.name, parameter.shape, shard) for parameter in held]
-        sizes = [prod(shape) for shape in shapes]
+        sizes = [*map(prod, shapes)]
         spread = [parameter.name in self.plan.experts for parameter in held]
         owned = [True] * len(held)
         if config.fully_sharded:
@@ -118,16 +103,16 @@ class ModelStates:
             if dtype is not None and not parameter.half and parameter.dtype.is_floating_point:
                 width = 4  # kept in fp32
             weights += size * width
-            expert_weights += size * width if expert else 0
+            expert_weights += size * width * expert
             if not parameter.trained:
                 continue
             of_gradient = size * (4 if parameter.half else width)  # in execute_pipeline half ones are summed in fp32
-            gradients, expert_gradients = gradients + of_gradient, expert_gradients + (of_gradient if expert else 0)
+            gradients, expert_gradients = gradients + of_gradient, expert_gradients + of_gradient * expert
             largest = max(largest, of_gradient if not expert or copies.size > 1 else 0)
             if own:
                 stepped += size
-                optimizer += OPTIMIZERS[self._optimizer] * size * (4 if parameter.half else width)
-                optimizer += _STEP.get(self._optimizer, 0) + (4 * size if parameter.half else 0)
+                optimizer += OPTIMIZERS[self._optimizer] * of_gradient + 4 * size * parameter.half
+                optimizer += 4 if self._optimizer.startswith("adam") else 0  # its step
         blocks = tuple(f"{path}." for place, path in enumerate(stages.elements) if place != stages.encoder)
         buffers = sum(
             prod(self._shape(name, shape, shard)) * width
@@ -139,40 +124,35 @@ class ModelStates:
         return RankBytes(weights, gradients, optimizer - host, buffers, *facts, host)
 
     def unsharded(self, stages: StagePlan, pp: int, tp: int, replicas: int) -> tuple[int, int, int]:
-        """Return elements that FSDP2 gathers on a stage: of the largest block, of all, and those outside of blocks.
+        """Return elements that FSDP2 gathers on a stage: of the largest block, of all weights, and outside of blocks.
 
-        Each of the ``replicas`` has as many rows of a weight as the others.
+        Each of the ``replicas`` has equally many rows of a weight.
         """
-        blocks = dict.fromkeys(stages.elements, 0)
-        outside = 0
+        elements, sizes = {*stages.elements}, Counter[str]()
         for name, parameter in self._named.items():
             if pp not in stages.holders(name):
                 continue
             canonical = self.plan.names.get(name, name)
-            rows, *others = self._shape(canonical, tuple(parameter.shape), tp) or (1,)
-            size = -(-rows // replicas) * replicas * prod(others)
+            rows, *rest = self._shape(canonical, tuple(parameter.shape), tp) or (1,)
             parts = name.split(".")
-            path = next((p for end in range(1, len(parts)) if (p := ".".join(parts[:end])) in blocks), None)
-            if path is None:
-                outside += size
-            else:
-                blocks[path] += size
-        return max(blocks.values(), default=0), sum(blocks.values()) + outside, outside
+            block = next((path for end in range(1, len(parts)) if (path := ".".join(parts[:end])) in elements), "")
+            sizes[block] += -(-rows // replicas) * replicas * prod(rest)
+        outside = sizes.pop("", 0)
+        return max(sizes.values(), default=0), sizes.total() + outside, outside
 
     def _held(self, stages: StagePlan, config: ParallelConfig, pp: int) -> list[_Parameter]:
         key = (id(stages), config.precision, config.fully_sharded, pp)
         if key in self._known and self._known[key][0] is stages:
             return self._known[key][1]
         found: list[_Parameter] = []
-        dtype = DTYPES.get(config.precision)
-        stays: Callable[[str], bool] = keeps_fp32(self._inner, dtype) if dtype is not None else lambda name: True
+        dtype = None if config.fully_sharded else DTYPES.get(config.precision)
+        stays = None if dtype is None else keeps_fp32(self._inner, dtype)
         for name, parameter in self._named.items():
             if pp in stages.holders(name):
-                half = parameter.is_floating_point() and not stays(name) and not config.fully_sharded
-                canonical = self.plan.names.get(name, name)
+                half = stays is not None and parameter.is_floating_point() and not stays(name)
                 kind = parameter.kind if isinstance(parameter, StandIn) else None
-                shape, trained = tuple(parameter.shape), parameter.requires_grad
-                found.append(_Parameter(canonical, shape, parameter.dtype, half, trained, kind))
+                shape, canonical = tuple(parameter.shape), self.plan.names.get(name, name)
+                found.append(_Parameter(canonical, shape, parameter.dtype, half, parameter.requires_grad, kind))
         self._known[key] = stages, found
         return found
 
@@ -185,7 +165,7 @@ class ModelStates:
 
 
 def _rows(parameter: _Parameter, shape: tuple[int, ...], dp: int, replicas: int) -> int:
-    """Return a replica's elements with FSDP2: of the first dim parts of the same number of rows, as far as they go."""
+    """Return a replica's elements with FSDP2, which gives equally many rows of the first dim while rows are left."""
     if not shape:
         raise ConfigError(
             f"zero.stage 2 and 3: {parameter.name} is a single number, which torch's FSDP2 does not shard. Use stage 1"
@@ -195,11 +175,11 @@ def _rows(parameter: _Parameter, shape: tuple[int, ...], dp: int, replicas: int)
 
 
 class _Copies(NamedTuple):
-    """The replicas of a mesh, some of which may share the experts between them: so many have copies of the same ones.
+    """The replicas of a mesh, some of which may share the experts.
 
     Attributes:
-        sharers: replicas that share the experts; 1: all replicas hold all weights.
-        cp: ranks of each replica that hold the same; ``replicas``: these ranks of all replicas.
+        sharers: The number of replicas that share the experts; 1: each replica holds all weights.
+        cp: The ranks of each replica that hold the same weights; ``replicas``: these ranks of all replicas.
     """
 
     sharers: int
@@ -208,11 +188,11 @@ class _Copies(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Ranks that hold the same experts."""
+        """The ranks that hold the same experts."""
         return self.replicas // self.sharers
 
     def sharer(self, place: int | None) -> int:
-        """Return which of the replicas that share the experts has this place; the first holds most."""
+        """Return the replica at this place among the sharers; the first holds most."""
         return 0 if place is None else place // self.cp % self.sharers
 
     def copy(self, place: int) -> int:
@@ -223,8 +203,8 @@ class _Copies(NamedTuple):
         """Return whether the rank at ``place`` owns a parameter of each size, with ZeRO-1.
 
         Args:
-            spread: whether it is of experts that replicas share: others own it than what all replicas hold.
-            place: None: where most is owned.
+            spread: The flags of parameters of shared experts, whose owners are chosen apart.
+            place: The place of a rank; None: where most is owned.
         """
         owners, loads = [0] * len(sizes), {True: Counter[int](), False: Counter[int]()}
         for kind, ranks in ((False, self.replicas), (True, self.size)):

@@ -25,12 +25,7 @@ _CHANNELS = 16
 
 
 class Group(NamedTuple):
-    """Ranks that communicate.
-
-    Attributes:
-        ranks: The number of ranks.
-        nodes: The number of nodes, with equally many of the ranks each.
-    """
+    """The numbers of ranks that communicate, and of nodes with equally many of them."""
 
     ranks: int
     nodes: int = 1
@@ -54,10 +49,10 @@ class Network:
     """The links of a machine with several nodes; bytes a second and seconds.
 
     Attributes:
-        intra: The bandwidth from a GPU to the others of its node, one way.
-        inter: The bandwidth from a GPU to other nodes, one way: its share of the node's network cards.
-        nvlink: Whether NVLink rather than PCIe connects the GPUs of a node.
-        latency: The latency of a hop between nodes, in addition to NCCL's own figure, which is that of RDMA.
+        intra: The bandwidth from a GPU to the rest of its node, one way.
+        inter: The bandwidth from a GPU to other nodes, one way: its fraction of the node's network cards.
+        nvlink: A flag, set if NVLink rather than PCIe connects the GPUs of a node.
+        latency: The latency of a hop between nodes, in addition to NCCL's own figure for RDMA.
     """
 
     intra: float
@@ -66,13 +61,7 @@ class Network:
     latency: float = 0.0
 
     def seconds(self, kind: str, size: int, group: Group) -> float:
-        """Return the time of a collective, or of a message (``send``).
-
-        Args:
-            kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
-            size: The bytes of the full tensor, of the message with ``send``.
-            group: The ranks of the collective; the two ends of the message.
-        """
+        """Return the seconds of a collective of a full tensor of ``size`` bytes, or of a message (``send``)."""
         return _seconds(self, kind, size, group) if group.ranks > 1 else 0.0
 
     def ring_bandwidth(self, group: Group) -> float:
@@ -89,15 +78,12 @@ class Network:
         return self.inter * _NCCL["usable"]["net"] / (1 + _ASSUMED["fabric_loss"] * log2(nodes))
 
 
-def exposed(total: float, beside: float) -> float:
-    """Return the seconds of communication that are not hidden behind work.
+def exposed(total: float, work: float) -> float:
+    """Return the part of ``total`` seconds of communication that does not overlap with seconds of ``work``.
 
-    Args:
-        total: The seconds of communication.
-        beside: The seconds of the work that runs at the same time. Other collectives do not count: they use the same
-            links.
+    Other collectives are no such work: they use the same links.
     """
-    return total - _ASSUMED["overlap"] * min(total, beside)
+    return total - _ASSUMED["overlap"] * min(total, work)
 
 
 @functools.cache
@@ -128,11 +114,10 @@ def _hop(network: Network, algorithm: str, protocol: str, *, between: bool) -> f
 def _ring(
     network: Network, sent: int, group: Group, protocol: str, steps: int, between: int, *, plateau: bool = False
 ) -> float:
-    """Return the time of a ring in which each rank sends ``sent`` bytes in ``steps`` hops.
+    """Return the seconds of a ring in which each rank sends ``sent`` bytes in ``steps`` hops, some ``between`` nodes.
 
     Args:
-        between: The number of hops between nodes.
-        plateau: Whether the latency is that of a large all-reduce.
+        plateau: A flag for a large all-reduce, whose latency is another.
     """
     bandwidth = network.ring_bandwidth(group)
     if protocol == "LL":
@@ -163,13 +148,13 @@ def _trees(network: Network, size: int, group: Group) -> Iterator[float]:
 
 def _all_to_all(network: Network, size: int, group: Group) -> float:
     """Return the time in which each rank sends every other one its part, the two kinds of links at the same time."""
-    beside = group.ranks / group.nodes
+    on_node = group.ranks / group.nodes
     part = size / group.ranks
-    inside = part * (beside - 1) / network.ring_bandwidth(Group(group.ranks))
-    outside = part * (group.ranks - beside) / network.usable_inter(group.nodes)
-    latency = _base("ring", "LL") + (beside - 1) * _hop(network, "ring", "LL", between=False)
+    inside = part * (on_node - 1) / network.ring_bandwidth(Group(group.ranks))
+    outside = part * (group.ranks - on_node) / network.usable_inter(group.nodes)
+    latency = _base("ring", "LL") + (on_node - 1) * _hop(network, "ring", "LL", between=False)
     if group.nodes > 1:
-        latency += _hop(network, "ring", "LL", between=True) + (group.ranks - beside) * _NCCL["posting"] * 1e-6
+        latency += _hop(network, "ring", "LL", between=True) + (group.ranks - on_node) * _NCCL["posting"] * 1e-6
     return latency + max(inside, outside)
 
 

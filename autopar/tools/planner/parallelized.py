@@ -21,13 +21,13 @@ from autopar.tools.planner.planned_model import PlannedModel
 
 
 def summary(model: nn.Module) -> str:
-    """Print a table of a parallelized model on the first rank: parameters, how they are sharded, what this rank holds.
+    """Print a table of a parallelized model on the first rank: parameters, their shards, and the sizes on this rank.
 
     Returns:
         The table of this rank, on every rank. No communication.
 
     Raises:
-        ConfigError: the model is not parallelized.
+        ConfigError: If the model is not parallelized.
     """
     from rich.markup import escape
 
@@ -78,29 +78,27 @@ def summary(model: nn.Module) -> str:
     return "\n".join(text)
 
 
-_KNOWN = "_autopar_flops"
-
-
 def metrics(
     model: nn.Module, batch: Mapping[str, torch.Tensor], seconds: float, *, gpu: str | None = None
 ) -> dict[str, float | None]:
-    """Return what a training step came to: ``tokens_per_second``, ``flops``, ``flops_per_second`` and ``mfu``.
+    """Return the figures of a training step: ``tokens_per_second``, ``flops``, ``flops_per_second`` and ``mfu``.
 
-    Operations are those of the products of the model's forward and backward, counted on the meta device once for each
-    length; what activation checkpointing computes again does not count, and padding does. No communication.
+    Operations are the products of the model's forward and backward, counted on the meta device once for each length.
+    Padding counts, recomputation does not. No communication.
 
     Args:
-        model: parallelized.
-        batch: of this replica, with ``input_ids``; the other replicas' are taken to be as large.
-        seconds: of the step.
-        gpu: ``a100``, ``h100`` ...; by default that of this process. None known: ``mfu`` is None.
+        model: A parallelized model.
+        batch: The batch of this replica, with ``input_ids`` ``[batch, sequence]``; all replicas' batches count as
+            equally large.
+        seconds: The seconds of the step.
+        gpu: ``a100``, ``h100`` ...; by default this process's GPU. If it is unknown, ``mfu`` is None.
 
     Returns:
-        Numbers of all ranks together; ``tokens_per_second_per_gpu`` of one.
+        Numbers of all ranks together, and ``tokens_per_second_per_gpu``.
 
     Raises:
-        ConfigError: the model is not parallelized or no Hugging Face model, the batch has no ``input_ids``, ``seconds``
-            is not above 0, the GPU is unknown.
+        ConfigError: If the model is not parallelized or not a Hugging Face model, the batch has no ``input_ids``,
+            ``seconds`` is not above 0, or the GPU is unknown.
     """
     state = vars(model).get("_autopar")
     if state is None:
@@ -114,7 +112,7 @@ def metrics(
         )
     samples, sequence = ids.shape
     world = state.mpu.world_size
-    known: dict[int, int] = vars(model).setdefault(_KNOWN, {})
+    known: dict[int, int] = vars(model).setdefault("_autopar_flops", {})
     if sequence not in known:
         known[sequence] = _flops_of_sample(state.inner_of(model), sequence, state.own_policy)
     replicas = state.mpu.dp.size
@@ -136,15 +134,14 @@ def metrics(
 
 
 def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
-    """Operations of forward and backward of one sample of the plain model."""
+    """Return the operations of forward and backward of one sample of the reference model."""
     if not isinstance(inner, PreTrainedModel):
         raise ConfigError(f"metrics: {type(inner).__name__} is no Hugging Face model")
     kind: Any = next(each for each in type(inner).__mro__ if not each.__module__.startswith("autopar"))
     with lazy_init():
         plain = from_config(kind, vars(inner).get("_autopar_config", inner.config))
     count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
-    units = count.units()
-    return sum(operation.in_all for unit in units for operation in unit.operations)
+    return sum(operation.in_all for unit in count.units() for operation in unit.operations)
 
 
 def rule_of(plan: Plan, tensor: TensorPlan) -> str:

@@ -1,4 +1,4 @@
-"""A model as the planner sees it: its plan, stages, states, shards and activations for any mesh, each made once."""
+"""A model for the planner: its plan, stages, states, shards and activations for any mesh, each made once."""
 
 from __future__ import annotations
 
@@ -32,13 +32,7 @@ from autopar.tools.planner.stage_costs import ForwardCount
 
 
 class _Shard(NamedTuple):
-    """A shard that can be counted.
-
-    Attributes:
-        inner: the Hugging Face model in it.
-        equal: blocks that are, seen from ``inner``.
-        quantized: weights that are stored otherwise.
-    """
+    """A shard that can be counted; paths of ``equal`` blocks start at ``inner``, the Hugging Face model in it."""
 
     inner: Any
     region: Region
@@ -50,18 +44,12 @@ class PlannedModel:
     """Facts about one model for all meshes.
 
     Args:
-        model: whole, only read; on the meta device it needs no memory.
-        policy: as in :func:`autopar.initialize`.
-        sequence: tokens of each sample.
-        precision: ``fp32``, ``bf16`` or ``fp16``, as in the configuration.
-        optimizer: one of :data:`~autopar.tools.planner.model_states.OPTIMIZERS`.
-        loss_chunk, method, dispatch: as in the configuration; the method of context parallelism, and how tokens travel
-            to experts.
-        dry_run: run the stages of each split, as ``initialize`` does: some models' stages hold more than is read off
-            one forward. A search does that for what it has found (:meth:`rehearse`).
-
-    Raises:
-        ConfigError, PolicyError, UnsupportedModelError: it is not a Hugging Face model, or has no policy.
+        model: The full model, only read; on the meta device it needs no memory.
+        sequence: The tokens of each sample.
+        loss_chunk, method, dispatch: The configuration's chunk of the loss, method of context parallelism, and way of
+            tokens to experts.
+        dry_run: A flag to run the stages of each split, as ``initialize`` does: the stages of some models hold more
+            than one forward shows. A search does so for its results (:meth:`rehearse`).
     """
 
     def __init__(
@@ -81,8 +69,8 @@ class PlannedModel:
         self.prefix, inner, self.policy = self.plans.prefix, self.plans.inner, self.plans.policy
         if not isinstance(inner, PreTrainedModel):
             raise ConfigError(
-                f"{type(model).__name__} is no Hugging Face model: what its forward takes is not known, so what it "
-                "keeps cannot be counted"
+                f"{type(model).__name__} is not a Hugging Face model: the inputs of its forward are unknown, so the "
+                "activations that it keeps cannot be counted"
             )
         self.model, self.inner = model, inner
         self._policy_file = str(policy) if isinstance(policy, str | Path) else ""
@@ -90,7 +78,7 @@ class PlannedModel:
         self._chunk, self._method, self._dispatch, self._dry_run = loss_chunk, method, dispatch, dry_run
 
     def sections(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the sections of the configuration that ``initialize`` takes for a candidate."""
+        """Return the configuration of a candidate, as a user writes it."""
         return candidate.sections(self.precision) | ({"policy": self._policy_file} if self._policy_file else {})
 
     def stages(self, config: ParallelConfig) -> StagePlan:
@@ -102,20 +90,12 @@ class PlannedModel:
         return replace(straight, rank_of=rank_of_stage(ranks, pipeline.chunks, folded=True))  # on other ranks
 
     def states(self, tp: int, ep: int = 1) -> ModelStates:
-        """Return what the ranks hold of the model."""
+        """Return the model's states on the ranks."""
         plan = self.plans.tensors(tp, experts=ep)
         return self.plans.once(("states", tp, ep), lambda: ModelStates(self.model, self.inner, plan, self.optimizer))
 
     def count(self, rows: Rows, batch: int, saves: tuple[str, ...] = ()) -> ForwardCount:
-        """Count what a rank's shard keeps of a micro-batch of ``batch`` samples.
-
-        Args:
-            saves: what recomputed blocks keep (``activation_checkpointing.save``).
-
-        Raises:
-            ConfigError: sequence or context parallelism does not fit the model.
-            UnsupportedModelError: the model does not run on the meta device.
-        """
+        """Count a rank's forward of a micro-batch of ``batch`` samples; recomputed blocks keep ``saves``."""
         return self.plans.once(("count", rows, batch, saves), lambda: self._counted(rows, batch, saves))
 
     def _counted(self, rows: Rows, batch: int, saves: tuple[str, ...]) -> ForwardCount:
@@ -130,33 +110,33 @@ class PlannedModel:
             inputs = sample_inputs(inner, batch, self.sequence)
             ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
             if ids is not None and ids.ndim == 2 and inner.get_output_embeddings() is not None:
-                inputs["labels"] = ids.clone()  # a micro-batch has labels of its own
+                inputs["labels"] = ids.clone()  # a micro-batch has a storage for its labels
             counter = ForwardCounter(inner, elements, shard.equal, row.encoder, shard.quantized, saves)
             return counter.count(inputs)
         except Exception as error:
             raise UnsupportedModelError(
-                f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "
+                f"{type(self.inner).__name__} does not run without data, so its activations cannot be counted: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
         finally:
             region.finish()
 
     def check_checkpointing(self, every: int = 1) -> None:
-        """Raise ConfigError if the blocks, or one of ``every`` blocks, cannot be recomputed."""
+        """Raise ConfigError if one of ``every`` blocks cannot be recomputed."""
         registry.need("activation_checkpointing", "activation_checkpointing: true")
         from autopar.features.activation_checkpointing.setup import check
 
         check(self.inner, (), self.policy.where, every)
 
     def rehearse(self, config: ParallelConfig) -> None:
-        """Try the shards and the stages, as ``initialize`` does. Raises what is wrong with them."""
+        """Try the shards and the stages, as ``initialize`` does. Raises its errors."""
         self.plans.tried(config.tensor_parallel_size, experts=config.expert_parallel_size)
         pipeline, ranks = config.pipeline, config.pipeline_parallel_size
         if ranks > 1:
             self.plans.stages(ranks, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded)
 
     def _made_shard(self, rows: Rows) -> _Shard:
-        """Make the shard of one rank, in training mode and with the attention of the run."""
+        """Make the shard of one rank, in training mode and with the run's attention."""
         plan = self.plans.tensors(rows.tp, experts=rows.ep)
         equal = equal_blocks(self.model, plan)
         shard: Any = meta_copy(self.model, gradients=True)
@@ -164,9 +144,9 @@ class PlannedModel:
             parameter.requires_grad_(original.requires_grad and original.is_floating_point())
         keep_kernels(shard, self.model)
         region = Region(Axis("tp", None, range(plan.tp), rows.tp_rank))
-        wide = plan.shards > plan.tp
-        held = rows.sharer * plan.tp + rows.tp_rank
-        shards = Axis("ep", None, range(plan.shards), held) if wide else None
+        shards = None
+        if plan.shards > plan.tp:
+            shards = Axis("ep", None, range(plan.shards), rows.sharer * plan.tp + rows.tp_rank)
         apply(shard, plan, region.axis, region, shards)
         if rows.ep > 1:
             from autopar.features.experts.layers import choose_dispatch
@@ -183,7 +163,7 @@ class PlannedModel:
         without_cache(shard)
         ends = set[str]()
         if rows.sequence_parallel:
-            experts = min(rows.ep, rows.tp)  # rows between regions are the same, whichever replicas hold the experts
+            experts = min(rows.ep, rows.tp)  # rows between regions do not depend on the replicas that hold the experts
             from autopar.features.sequence_parallel import plan as sequence_plan, setup as sequence_parallel
 
             sequence = sequence_plan.sequence(self.plans, rows.tp, self.plans.stages(1), experts=experts, routers=False)
@@ -206,10 +186,10 @@ class PlannedModel:
 
 
 def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -> None:
-    """Let a copy attend as the model does, with torch's own attention for any fused one, and call its experts so.
+    """Give a copy the model's attention, torch's in place of any fused one, and its way of calling experts.
 
     Args:
-        grouped: whether it calls them in grouped products, too: those of fp32 do not run without memory.
+        grouped: A flag to keep grouped products of experts, which do not run without memory in fp32.
     """
     for one, other in zip(copied.modules(), model.modules(), strict=True):
         config = getattr(other, "config", None)
@@ -222,6 +202,6 @@ def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -
 
 def without_cache(model: nn.Module) -> None:
     """Let a model make no cache of keys and values."""
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    for config in configs.values():
-        config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False

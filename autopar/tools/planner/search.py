@@ -1,4 +1,4 @@
-"""The search over meshes, micro-batches, schedules and ZeRO stages: what fits, fastest first, and why others do not."""
+"""The search over meshes, micro-batches, schedules and ZeRO stages: the fastest that fit, and why the rest do not."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ from autopar.tools.planner.network import DATA
 _SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe waits as long as 1f1b and holds more
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _CHUNKS = {"interleaved": (2, 4, 7)}  # stages on each rank, where a schedule leaves them open
-_EVERY = (2, 1)  # of how many blocks one is recomputed
-_SAVES = (("attention",), ("collectives",), ("attention", "collectives"), SAVED)  # what recomputed blocks may keep
+_EVERY = (2, 1)  # one of so many blocks is recomputed
+_SAVES = (("attention",), ("collectives",), ("attention", "collectives"), SAVED)  # kept by recomputed blocks
 _FEWEST_ROWS = 4096  # of a sequence on each rank, where the search chooses the size of cp
 _CP = (1, 2, 4, 8, 16, 32, 64)
 _MOST_EP = 64
 
 Mesh = tuple[int, int, int, int]
-"""Sizes of tp, cp, pp and dp."""
+"""The sizes of tp, cp, pp and dp."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The space to search.
+    """The space to search; None leaves a choice to the search.
 
     Attributes:
-        gpus: of the run; ``gpus_per_node``: tp stays within a node, so nodes have whole groups.
-        global_batch: samples of a step, of all replicas.
-        zero, checkpointing, schedules: what may be chosen; None: any.
-        cp: context-parallel size; None: powers of two, so that each rank has 4,096 rows of a sequence or more.
-        sequence_parallel: with it, without it; None: both, where tp is above 1 and cp is 1.
-        ep: expert-parallel size; None: 1, and of models with experts tp, or a multiple of it that replicas share, 64
-            at most.
+        gpus: The GPUs of the run; ``gpus_per_node``: the GPUs of a node, within which tp groups stay.
+        global_batch: The samples of a step, of all replicas.
+        cp: The context-parallel size; None: powers of two that leave each rank 4,096 rows of a sequence or more.
+        sequence_parallel: A flag; None: with and without it, where tp is above 1 and cp is 1.
+        ep: The expert-parallel size; None: 1, and for models with experts multiples of tp up to 64.
     """
 
     gpus: int
@@ -59,23 +57,19 @@ class Space:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {size}")
 
     def crosses(self, tp: int) -> bool:
-        """Return whether tensor-parallel groups of this size would lie on several nodes."""
+        """Return whether tensor-parallel groups of this size would cross nodes."""
         return min(self.gpus, self.gpus_per_node) % tp != 0
 
     def meshes(self, sequence: int) -> Iterator[Mesh]:
-        """Yield all meshes with as many ranks as there are GPUs, for sequences of so many tokens; tp within a node."""
-        for tp in _divisors(self.gpus):
-            if not self.crosses(tp):
-                for cp in self._cp_sizes(sequence, self.gpus // tp):
-                    for pp in _divisors(self.gpus // tp // cp):
-                        yield tp, cp, pp, self.gpus // tp // cp // pp
-
-    def _cp_sizes(self, sequence: int, left: int) -> list[int]:
+        """Yield all meshes of the GPUs for sequences of so many tokens, with tp within a node."""
         long_enough = [size for size in _CP if size == 1 or sequence // size >= _FEWEST_ROWS]
-        return [size for size in (long_enough if self.cp is None else [self.cp]) if left % size == 0]
+        for tp in _divisors(self.gpus):
+            for cp in (long_enough if self.cp is None else [self.cp]) if not self.crosses(tp) else ():
+                for pp in _divisors(self.gpus // tp // cp) if self.gpus // tp % cp == 0 else ():
+                    yield tp, cp, pp, self.gpus // tp // cp // pp
 
     def candidates(self, mesh: Mesh) -> Iterator[list[Candidate]]:
-        """Yield what may be run on a mesh, for one size of micro-batches after the other."""
+        """Yield the candidates of a mesh, one size of micro-batches after the other."""
         for batch in _MICROBATCHES:
             if self.global_batch % (mesh[3] * batch) == 0:
                 yield list(self._with_batch(mesh, batch))
@@ -96,13 +90,13 @@ class Space:
                         yield Candidate(tp, pp, dp, *known, every=every, chunks=chunks)
 
     def _rows(self, tp: int, cp: int) -> Sequence[bool]:
-        """Return whether sequence parallelism is used; it shards the sequences that cp does, over tp."""
+        """Return the choices of sequence parallelism; it shards over tp the sequences that cp shards."""
         if tp == 1 or cp > 1:
             return () if self.sequence_parallel else (False,)
         return (False, True) if self.sequence_parallel is None else (self.sequence_parallel,)
 
     def experts(self, tp: int, dp: int) -> Sequence[int]:
-        """Return the expert-parallel sizes: 1, and those with whole experts on the ranks of one replica or several."""
+        """Return the expert-parallel sizes: 1, and sizes that spread experts over one replica or several."""
         fitting = [1, *(tp * sharers for sharers in _divisors(dp) if tp * sharers > 1)]
         if self.ep is not None:
             return [ep for ep in fitting if ep == self.ep]
@@ -114,11 +108,11 @@ class Found:
     """The result of a search.
 
     Attributes:
-        best: the fastest that fit, of each mesh with and without checkpointing the fastest one.
-        slower: others that fit: a time that they need at least.
-        too_large: meshes of which nothing fits: what needs least memory there.
-        refused: meshes that the model does not have, and why.
-        tried: number of candidates.
+        best: The fastest that fit, for each mesh with and without checkpointing the fastest one.
+        slower: The rest that fit, each with the least seconds that it needs.
+        too_large: The candidates that need least memory on meshes on which nothing fits.
+        refused: The meshes that do not fit the model, and the reasons.
+        tried: The number of candidates.
     """
 
     best: list[Estimate] = field(default_factory=list)
@@ -130,15 +124,11 @@ class Found:
 
 @uncollected()
 def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
-    """Search a space for the ``count`` fastest candidates that fit the GPU.
-
-    Raises:
-        UnsupportedModelError: the model cannot be counted on any mesh.
-    """
+    """Search a space for the ``count`` fastest candidates that fit the GPU. Raises ConfigError if no mesh fits."""
     if space.ep is None:
         try:
             estimator.model.plans.tensors(1, experts=2)
-        except ConfigError:  # no experts that ranks can hold whole
+        except ConfigError:  # no experts to spread
             space = replace(space, ep=1)
     found = Found()
     fitting: list[tuple[float, int, Candidate]] = []
@@ -157,7 +147,7 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
         kind = (candidate.tp, candidate.cp, candidate.pp, candidate.checkpointing)
         known = kinds.get(kind)
         if known is not None and least >= known.time:
-            continue  # all others of its kind are slower
+            continue  # the rest of its kind is slower
         if known is None and len(best) >= 2 * count and least >= best[count - 1]:
             heapq.heappush(fitting, (least, number, candidate))
             break
@@ -173,7 +163,7 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
 
 
 def with_kept(estimator: Estimator, estimate: Estimate) -> Estimate:
-    """Return the fastest that fits of a candidate and, if it recomputes blocks, what these may keep."""
+    """Return the fastest that fits among a candidate and, if it recomputes blocks, its choices of results to keep."""
     found = [estimate]
     for saves in _SAVES if estimate.candidate.checkpointing else ():
         candidate = replace(estimate.candidate, saves=saves)
@@ -184,21 +174,14 @@ def with_kept(estimator: Estimator, estimate: Estimate) -> Estimate:
 
 @uncollected()
 def rehearsed(estimator: Estimator, found: Found) -> None:
-    """Try the shards and the stages of the best candidates, as ``initialize`` does; what fails there is refused."""
-    holds: dict[tuple[int, int, int, int, bool], str] = {}
+    """Try the shards and the stages of the best candidates, as ``initialize`` does; refuse the ones that fail."""
     for estimate in list(found.best):
         candidate = estimate.candidate
-        config = candidate.config(estimator.model.precision)
-        kind = (candidate.tp, candidate.pp, candidate.ep, config.pipeline.chunks, config.pipeline.folded)
-        if kind not in holds:
-            try:
-                estimator.model.rehearse(config)
-                holds[kind] = ""
-            except AutoparError as error:
-                holds[kind] = first_line(error)
-        if holds[kind]:
+        try:
+            estimator.model.rehearse(candidate.config(estimator.model.precision))
+        except AutoparError as error:
             found.best.remove(estimate)
-            found.refused.append(((candidate.tp, candidate.cp, candidate.pp, candidate.dp), holds[kind]))
+            found.refused.append(((candidate.tp, candidate.cp, candidate.pp, candidate.dp), first_line(error)))
 
 
 def _try_mesh(
@@ -236,37 +219,37 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-_PCIE = 20e9  # bytes a second between a GPU and the CPU's memory, of a PCIe 4 link; all GPUs of a node at a time
+_PCIE = 20e9  # bytes a second between a GPU and the CPU's memory, by PCIe 4; all GPUs of a node at a time
 _HOST = 4e9  # bytes of state a second that a GPU's share of the CPU steps: AdamW on 4 threads, measured
 
 
 def needs(memory: RankMemory) -> str:
-    """Return what a candidate needs: ``needs 93 GB: activations 61, weights 18, ...``, the largest part first."""
+    """Return ``needs 93 GB: activations 61, weights 18, ...``, the largest part first."""
     parts = sorted(memory.parts().items(), key=lambda part: -part[1])
     shown = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts if size >= memory.total / 100)
     return f"needs {gigabytes(memory.total)} GB: {shown}"
 
 
 def gigabytes(size: float) -> str:
-    """Return a number of bytes in GB, with a digit where it is small."""
+    """Return a number of bytes in GB, with a decimal digit below 10."""
     return f"{size / 1e9:.0f}" if size >= 9.95e9 else f"{size / 1e9:.1f}"
 
 
 def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
-    """Yield a line for each mesh that is not among the best, and why."""
+    """Yield a line with the reason for each mesh that is not among the best."""
     shown = {_mesh(estimate.candidate) for estimate in found.best}
     for candidate, least in found.slower:
         if found.best and _mesh(candidate) not in shown:
             shown.add(_mesh(candidate))
             yield f"{candidate}: fits, at least {least / found.best[0].time:.2f} times as long"
     for candidate, memory in sorted(found.too_large, key=lambda each: each[1].total):
-        lever, (key, left, moved, seconds) = "", on_host(candidate, memory)
-        if not found.best and left.total <= estimator.gpu.memory:
-            lever = (
-                f"; fits with zero.{key}: {gigabytes(left.total)} GB, {gigabytes(moved)} GB in the CPU's memory, and "
-                f"about {seconds:.1f} s more a step"
-            )
-        yield f"{candidate}: {needs(memory)}{lever}"
+        key, left, moved, seconds = on_host(candidate, memory)
+        lever = (
+            f"; fits with zero.{key}: {gigabytes(left.total)} GB, {gigabytes(moved)} GB in the CPU's memory, and "
+            f"about {seconds:.1f} s more a step"
+        )
+        fits = not found.best and left.total <= estimator.gpu.memory
+        yield f"{candidate}: {needs(memory)}{lever if fits else ''}"
     reasons: dict[str, list[str]] = {}
     for sizes, reason in found.refused:
         reasons.setdefault(reason, []).append(mesh_words(*sizes))
@@ -275,11 +258,11 @@ def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
 
 
 def on_host(candidate: Candidate, memory: RankMemory) -> tuple[str, RankMemory, int, float]:
-    """Return what moving to the CPU's memory changes: all shards in ZeRO's stages 2 and 3, else the optimizer.
+    """Return the effects of a move to the CPU's memory: of all shards in ZeRO 2 and 3, else of the optimizer.
 
     Returns:
-        The key of the section ``zero``, the memory on the GPU that is left, the bytes in the CPU's memory, and the
-        seconds that a step takes longer: what travels, and the step on the CPU.
+        The key of the section ``zero``, the memory left on the GPU, the bytes in the CPU's memory, and the additional
+        seconds of a step: transfers, and the step on the CPU.
     """
     least = replace(memory, step=0, optimizer=0)
     if candidate.fully_sharded:  # weights come for each forward and backward, gradients go
@@ -295,7 +278,7 @@ def _mesh(candidate: Candidate) -> tuple[int, int, int]:
 
 
 def assumptions(estimator: Estimator) -> list[str]:
-    """Return what the estimate of the time rests on, and what is left out of the memory."""
+    """Return the assumptions of the estimated time, and the parts left out of the memory."""
     gpu, model, network, held = estimator.gpu, estimator.model, estimator.node.network, DATA["assumed"]
     fast = gpu.peak(model.precision) * gpu.products * held["products"] / 1e12
     extra = f", and {network.latency * 1e6:g} us more a hop" if network.latency else ""

@@ -1,10 +1,11 @@
 """Memory and work of a forward, unit by unit, and the costs of one micro-batch in one stage. Pure.
 
-A unit's collectives, and those of its backward, are read from autograd's graph.
+The collectives of a unit's forward and backward are read from autograd's graph.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -26,11 +27,9 @@ class Collective(NamedTuple):
     """One call of a collective over tp, cp or ep.
 
     Attributes:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
-        bytes: of the whole tensor.
-        backward: whether the backward makes it.
-        axis: ``tp``, ``cp``, or ``ep``, of experts that replicas share.
-        again: whether it is made again where its block is recomputed, which ends at the last tensor that is saved.
+        bytes: The bytes of the full tensor.
+        backward: A flag, set for a call of the backward.
+        again: A flag, set for a call that a recomputation repeats: it ends at the last tensor that is saved.
     """
 
     kind: str
@@ -40,7 +39,7 @@ class Collective(NamedTuple):
     again: bool = True
 
 
-# Name of the node -> collective of its forward, of its backward.
+# The name of the node -> the collectives of its forward and of its backward.
 _NODES = {
     "_CopyBackward": (None, "all_reduce"),
     "_ReduceBackward": ("all_reduce", None),
@@ -63,12 +62,10 @@ def collectives_of(
     nodes: Iterable[Any] = (),
     last: int | None = None,
 ) -> list[Collective]:
-    """Return the collectives between ``inputs`` and ``outputs``, in the order of the backward.
+    """Return the collectives between ``inputs``, or ``nodes`` of the graph, and ``outputs`` in the backward's order.
 
     Args:
-        inputs: leaves, or outputs of what is counted elsewhere.
-        nodes: of the graph, of such outputs.
-        last: sequence number of the last node that saved a tensor; None: it is not known.
+        last: The sequence number of the last node that saved a tensor; None if unknown.
     """
     ends = {*nodes, *(tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None)}
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
@@ -83,7 +80,7 @@ def collectives_of(
         rows = getattr(node.whole, "__self__", None) if node.name() == "LateWeightBackward" else None
         if rows is not None and id(rows) not in again:
             again.add(id(rows))
-            [read] = node.saved_tensors  # what the weight's gradient reads, whole
+            [read] = node.saved_tensors  # which the weight's gradient reads in full
             size = read.numel() // rows.layout.local_size(rows.axis.rank) * rows.layout.size * read.dtype.itemsize
             found.append(Collective("all_gather", size, backward=True, axis=rows.axis.name))
         late = last is not None and sequence_number(node) > last
@@ -93,54 +90,49 @@ def collectives_of(
 
 
 def _calls(node: Any) -> Iterator[Collective]:
-    if node.name() in _LOSSES:  # of sharded logits: three numbers of each token, and the width of the shard
+    if node.name() in _LOSSES:  # sharded logits: three numbers for each token, and the width of the shard
         [of] = input_metadata(node)  # [tokens]
         chunked = "Chunked" in node.name()
         over = node.shards.axis if chunked else node.axis
         kinds = 4 if (node.smoothing if chunked else node.label_smoothing) else 3
         size = over.size * (kinds * prod(of.shape) + 1) * of.dtype.itemsize
         yield Collective("all_gather", size, backward=False, axis=over.name)
-    if node.name() == "_SumRowsBackward":  # gradients of a block's parameters that work on rows: at once by dtype
-        widths = [(of.dtype.itemsize, prod(of.shape) * of.dtype.itemsize) for of in input_metadata(node)]
-        for width in {width for width, _ in widths}:
-            size = sum(size for own, size in widths if own == width)
-            yield Collective("all_reduce", size, backward=True, axis=node.axis.name)
-    forward, backward = _NODES.get(node.name(), (None, None))
-    if forward is None and backward is None:
+    if node.name() == "_SumRowsBackward":  # gradients of a block's parameters that work on rows: one call a dtype
+        sizes = Counter[int]()
+        for of in input_metadata(node):
+            sizes[of.dtype.itemsize] += prod(of.shape) * of.dtype.itemsize
+        yield from (Collective("all_reduce", sizes[width], True, node.axis.name) for width in {*sizes})
+    if node.name() not in _NODES:
         return
-    [of] = input_metadata(node)  # of the forward's output
+    [of] = input_metadata(node)  # the forward's output
     shape = list(of.shape)
     args = getattr(node, "args", ())
     layout = next((each for each in args if isinstance(each, Layout)), getattr(node, "layout", None))
-    if layout is not None:  # of gather, scatter and weights with replicated units: the full dim
+    if layout is not None:  # gather, scatter and weights with replicated units: the full dim
         shape[next((each for each in args if isinstance(each, int)), getattr(node, "dim", layout.dim))] = layout.size
     size = prod(shape) * of.dtype.itemsize
     axis = getattr(getattr(node, "axis", None), "name", "tp")
-    if forward is not None:
-        yield Collective(forward, size, backward=False, axis=axis)
-    if backward is not None:
-        yield Collective(backward, size, backward=True, axis=axis)
+    for backward, kind in enumerate(_NODES[node.name()]):
+        if kind is not None:
+            yield Collective(kind, size, bool(backward), axis)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Memory and work of one block, or of the modules before, between or behind the blocks.
+    """Memory and work of one block, or of the modules before, between or after the blocks.
 
     Attributes:
-        saved: number of a storage -> its bytes: what autograd keeps.
-        late: what is left of that, where the gradient of its input has been computed and those of its weights have not;
-            None: it has no weights, or both are computed at once (``halves``).
-        halves: whether the two can be computed one after the other.
-        gradients: bytes of those that wait between them.
-        arguments: as ``saved``, what the block was called with: all that is kept of a block that is recomputed.
-        remembered: as ``saved``, what a recomputed block keeps beside (``activation_checkpointing.save``).
-        outputs: as ``saved``, what it returns.
-        forward_peak, backward_peak: the most bytes beside ``saved`` while it runs forward, and backward.
-        operations: of the forward.
-        again: those of them that a recomputation makes.
-        collectives: over tp, of forward and backward.
-        sends_again: whether a recomputation makes those of the forward.
-        number: among the blocks that activation checkpointing recomputes; None: it does not recompute it.
+        saved: The bytes of the storages that autograd keeps, by their numbers. Further mappings have the same form.
+        late: The storages left after the gradient of the input and before the gradients of weights; None: there are no
+            weights, or all gradients are computed at once.
+        halves: A flag, set if the two can be computed one after the other.
+        gradients: The bytes of gradients that wait between them.
+        arguments: The storages that the block was called with, all that a recomputed block keeps.
+        remembered: The further storages that a recomputed block keeps (``activation_checkpointing.save``).
+        forward_peak, backward_peak: The most bytes in addition to ``saved`` while it runs.
+        operations: The operations of the forward; ``again``: the ones that a recomputation repeats.
+        sends_again: A flag, set if a recomputation repeats the forward's collectives.
+        number: The place among the blocks that activation checkpointing recomputes; None for another block.
     """
 
     saved: Mapping[int, int] = field(default_factory=dict)
@@ -159,7 +151,7 @@ class Unit:
     number: int | None = None
 
     def recomputed(self, every: int) -> bool:
-        """Return whether it is among one of ``every`` blocks; 0: activation checkpointing is off."""
+        """Return whether it is recomputed, as one of ``every`` blocks is; 0: none is."""
         return every > 0 and self.number is not None and self.number % every == 0
 
     def followed_by(self, other: Unit) -> Unit:
@@ -183,41 +175,35 @@ class Unit:
         )
 
     def renumbered(self, numbers: Mapping[int, int]) -> Unit:
-        """Return the same of other storages: ``numbers`` are their new ones."""
-
-        def renamed(sizes: Mapping[int, int]) -> dict[int, int]:
-            return {numbers.get(number, number): size for number, size in sizes.items()}
-
-        late = None if self.late is None else renamed(self.late)
+        """Return the same unit with new numbers of storages."""
+        held = {name: getattr(self, name) for name in ("saved", "late", "arguments", "remembered", "outputs")}
         return replace(
             self,
-            saved=renamed(self.saved),
-            late=late,
-            arguments=renamed(self.arguments),
-            remembered=renamed(self.remembered),
-            outputs=renamed(self.outputs),
+            **{
+                name: {numbers.get(number, number): size for number, size in sizes.items()}
+                for name, sizes in held.items()
+                if sizes is not None
+            },
         )
 
 
 @dataclass
 class ForwardCount:
-    """One forward of one tp rank's shard, with what its loss keeps.
+    """One forward of one rank's shard.
 
     Attributes:
-        elements: :class:`Unit` of each element of the stage plan that was called, by its place; of an encoder, what it
-            does behind its blocks.
-        before, after: what runs before the first element, and behind the last one: the head, the loss.
-        fronts: what runs in front of other elements, behind the one before.
-        encoder: place of the encoder, whose output all later stages get.
-        has_loss: whether the model made a loss of the labels.
+        elements: The :class:`Unit` of each element of the stage plan that was called, by its place. The unit of an
+            encoder is its code after its blocks.
+        before, after: The code before the first element, and after the last one: the head, the loss.
+        fronts: The code between an element and the one before it.
+        encoder: The place of the encoder, whose output all later stages get.
     """
 
     elements: dict[int, Unit]
     before: Unit
     after: Unit
-    has_loss: bool
-    fronts: dict[int, Unit] = field(default_factory=dict)
-    encoder: int | None = None
+    fronts: dict[int, Unit]
+    encoder: int | None
 
     def units(self) -> list[Unit]:
         """Return all units in the order of the forward."""
@@ -231,7 +217,7 @@ class ForwardCount:
         return [*row, self.after] if last else row
 
     def sent(self, places: Sequence[int]) -> dict[int, int]:
-        """Return what a stage that ends with these elements sends on: number of a storage -> its bytes."""
+        """Return the bytes of the storages that a stage that ends with these elements sends on, by their numbers."""
         called = [place for place in places if place in self.elements]
         found = dict(self.elements[called[-1]].outputs) if called else {}
         if self.encoder is not None and self.encoder in self.elements and places and self.encoder <= places[-1]:
@@ -240,16 +226,11 @@ class ForwardCount:
 
 
 _ATTENTION_BACKWARD = 2.5  # five products instead of two: the scores are computed again
-_ELEMENTWISE_BACKWARD = 1.5  # the gradient and what was saved are read
+_ELEMENTWISE_BACKWARD = 1.5  # the gradient and the saved tensor are read
 
 
 class Travel(NamedTuple):
-    """Collectives over one axis in one micro-batch.
-
-    Attributes:
-        forward, backward: The seconds of the collectives of the forward, and of the backward.
-        bytes: The bytes that one rank sends.
-    """
+    """Collectives over one axis in one micro-batch: seconds, and the bytes that one rank sends."""
 
     forward: float
     backward: float
@@ -261,16 +242,14 @@ class StageCost:
     """One micro-batch in one stage.
 
     Attributes:
-        kept: bytes that wait for the backward: what autograd has saved, and what is sent on.
-        late: what is left of that between the halves of a split backward.
-        gradients: bytes of those that wait beside ``late``.
-        logits, late_logits: bytes of the head and the loss among them.
-        output: bytes that are sent on.
-        forward_work, backward_work: the most bytes beside what waits, while it runs.
-        forward, backward_input, backward_weight: seconds, without collectives.
-        travel: ``tp``, ``cp`` and ``ep``: what travels there.
-        flops: of products, without what is computed again.
-        recomputed: whether a block is, so that the first half of a backward is all of it.
+        kept: The bytes that wait for the backward: saved tensors, and the ``output`` that is sent on.
+        late: The part of ``kept`` that is left between the halves of a split backward, with ``gradients`` in addition.
+        logits, late_logits: The bytes of the head and the loss in ``kept`` and ``late``.
+        forward_work, backward_work: The most temporary bytes.
+        forward, backward_input, backward_weight: The seconds without collectives.
+        travel: The collectives over ``tp``, ``cp`` and ``ep``.
+        flops: The operations of products, without recomputation.
+        recomputed: A flag, set if a block is, so that the first half of a backward is all of it.
     """
 
     kept: int
@@ -290,29 +269,23 @@ class StageCost:
 
     def time_of(self, action: Action) -> float:
         """Return the seconds of an action."""
-        whole_input = self.backward_input + sum(each.backward for each in self.travel.values())
+        of_input = self.backward_input + sum(each.backward for each in self.travel.values())
         if action.kind == "F":
             return self.forward + sum(each.forward for each in self.travel.values())
         if action.kind == "W":
             return 0.0 if self.recomputed else self.backward_weight
-        if action.kind == "I" and not self.recomputed:
-            return whole_input
-        return whole_input + self.backward_weight
+        return of_input if action.kind == "I" and not self.recomputed else of_input + self.backward_weight
 
     @property
     def alone(self) -> float:
-        """Seconds of forward and backward without collectives."""
+        """The seconds of forward and backward without collectives."""
         return self.forward + self.backward_input + self.backward_weight
 
 
 def stage_costs(
     count: ForwardCount, stages: StagePlan, node: Node, *, precision: str, rows: Rows, every: int
 ) -> list[StageCost]:
-    """Return the costs of each stage.
-
-    Args:
-        every: One of so many blocks is recomputed; 0: none is.
-    """
+    """Return the costs of each stage; one of ``every`` blocks is recomputed, with 0 none."""
     # Equal blocks have the same lists.
     lists = {id(made): made for unit in count.units() for made in (unit.operations, unit.again)}
     works = {key: _work(operations, node.gpu, precision) for key, operations in lists.items()}
@@ -323,7 +296,7 @@ def stage_costs(
         row = count.of_stage(places, first=first, last=last)
         sent = {} if last else count.sent(places)
         memory = _Memory(row, sent, every)
-        # In the first stage the second half of a backward is all of it; elsewhere the first half may be.
+        # In the first stage the second half of a backward is all of it; in a later one the first half may be.
         halves = not first and all(unit.halves for unit in row)
         late = [*memory.own, memory.sent] if first else memory.late() if halves else [0] * (len(row) + 1)
         own = [works[id(unit.operations)] for unit in row]
@@ -356,23 +329,22 @@ def stage_costs(
 def travel_over(
     rows: Rows, node: Node, calls: Sequence[Collective], repeated: Sequence[Collective] = ()
 ) -> dict[str, Travel]:
-    """Return what ``calls``, and in the backward the ``repeated`` ones, come to over tp, cp and ep.
+    """Return the sums of ``calls``, and of the ``repeated`` ones in the backward, over tp, cp and ep.
 
-    Ranks count tp first, then cp, then replicas: tp stays within a node, and the others do where there is room.
+    Ranks count tp first, then cp, then replicas: tp stays within a node, cp and ep do where there is room.
     """
-    beside = min(rows.ep, rows.tp * max(1, node.gpus // (rows.tp * rows.cp)))  # of ep, on a node
+    on_node = min(rows.ep, rows.tp * max(1, node.gpus // (rows.tp * rows.cp)))  # of ep's ranks
     groups = {
         "tp": Group.of(rows.tp, 1, node.gpus),
         "cp": Group.of(rows.cp, rows.tp, node.gpus),
-        "ep": Group(rows.ep, -(-rows.ep // beside)),
+        "ep": Group(rows.ep, -(-rows.ep // on_node)),
     }
     found = dict.fromkeys(groups, Travel(0.0, 0.0, 0))
-    for call, backward in [*((call, call.backward) for call in calls), *((call, True) for call in repeated)]:
-        known, group = found[call.axis], groups[call.axis]
-        seconds = node.network.seconds(call.kind, call.bytes, group)
-        forward, back = (0.0, seconds) if backward else (seconds, 0.0)
-        sent = group.sent(call.kind, call.bytes)
-        found[call.axis] = Travel(known.forward + forward, known.backward + back, known.bytes + sent)
+    for call in [*calls, *(call._replace(backward=True) for call in repeated)]:
+        (forward, backward, size), group = found[call.axis], groups[call.axis]
+        seconds, sent = node.network.seconds(call.kind, call.bytes, group), group.sent(call.kind, call.bytes)
+        times = (forward, backward + seconds) if call.backward else (forward + seconds, backward)
+        found[call.axis] = Travel(*times, size + sent)
     return found
 
 
@@ -380,10 +352,10 @@ class _Memory:
     """Memory of a stage's units: the storages that they keep, each once, and their peak while they run.
 
     Args:
-        sent: what the stage sends on, and holds until the backward.
+        sent: The storages that the stage sends on, and holds until the backward.
 
     Attributes:
-        own: bytes that each unit keeps and none before it.
+        own: The bytes of storages that each unit keeps and no unit before it.
     """
 
     def __init__(self, units: Sequence[Unit], sent: Mapping[int, int], every: int) -> None:
@@ -406,25 +378,24 @@ class _Memory:
         self.kept = held + self.sent
 
     def late(self) -> list[int]:
-        """Return what each unit, and behind them what is sent, keeps between the halves of a backward."""
+        """Return the bytes that each unit, and last the output, keeps between the halves of a backward."""
         known: dict[int, int] = {}
-        found = []
+        found = [0] * (len(self._units) + 1)
         last = max((place for place, unit in enumerate(self._units) if unit.late is not None), default=-1)
-        for place, unit in enumerate(self._units):
-            left = {} if place > last else unit.saved if place < last or unit.late is None else unit.late
-            found.append(_add(known, left))
-        return [*found, 0]
+        for place, unit in enumerate(self._units[: last + 1]):
+            found[place] = _add(known, unit.saved if place < last or unit.late is None else unit.late)
+        return found
 
 
 def _add(known: dict[int, int], sizes: Mapping[int, int]) -> int:
-    """Add storages to those that are known; return the bytes of the new ones."""
+    """Add storages to the known ones; return the bytes of the new ones."""
     new = {number: size for number, size in sizes.items() if number not in known}
     known.update(new)
     return sum(new.values())
 
 
 class _Work(NamedTuple):
-    """Seconds of forward, of the gradients of inputs, and of those of weights; operations of the products of all."""
+    """Seconds of forward, gradients of inputs and gradients of weights; operations of the products of all."""
 
     forward: float
     of_input: float
@@ -446,11 +417,10 @@ _ASSUMED = DATA["assumed"]
 
 
 def seconds_of(operation: Operation, gpu: Gpu, precision: str) -> float:
-    """Return how long an operation takes: its products, and what it reads and writes; at least its launch.
+    """Return the seconds of an operation: its products, and the bytes that it moves; at least its launch.
 
-    Large products reach the speed of the best one, small ones less: their bytes take a larger part of the time.
+    Small products are slower than the best one, because their bytes take a larger part of the time.
     """
     fast = gpu.peak(precision) * gpu.products * _ASSUMED["products"]
     products = operation.flops / (fast * (_ASSUMED["attention"] if operation.attention else 1.0))
-    seconds: float = max(products + operation.moved / (gpu.bandwidth * _ASSUMED["stream"]), _ASSUMED["launch"] * 1e-6)
-    return seconds
+    return float(max(products + operation.moved / (gpu.bandwidth * _ASSUMED["stream"]), _ASSUMED["launch"] * 1e-6))

@@ -1,9 +1,9 @@
-"""Memory and operations of code on the meta device: storages by number, saved ones, bytes that live, operations.
+"""Memory and operations of code on the meta device: storages by number, saved storages, live bytes, operations.
 
-Each storage that autograd saves counts once, while its graph lives. Attention and dropout keep what the fused kernels
-of a GPU keep. On the meta device torch would decompose both: attention into a softmax of ``[batch, heads, seq, seq]``,
-dropout into a product with a mask of the input's dtype. Flash attention keeps q, k, v, its output and a logarithm per
-row (Dao et al., "FlashAttention", 2022); dropout keeps a mask of one byte an element.
+Each storage that autograd saves counts once, while its graph lives. Attention and dropout save the tensors of a GPU's
+fused kernels. On the meta device torch would decompose both: attention into a softmax of ``[batch, heads, seq, seq]``,
+dropout into a product with a mask of the input's dtype. Flash attention saves q, k, v, its output and a logarithm per
+row (Dao et al., "FlashAttention", 2022); dropout saves a mask of one byte an element.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _WIDEST_HEAD = 256  # of flash attention
 
 
 class Operation(NamedTuple):
-    """One operation of a forward that is not a view.
+    """One operation that is not a view.
 
     Attributes:
-        flops: of matrix products.
-        moved: bytes read and written.
-        attention: a fused attention, whose backward computes the scores again.
-        frozen: a product with a weight that gets no gradient.
+        flops: The operations of matrix products.
+        moved: The bytes read and written.
+        attention: A flag for a fused attention, whose backward computes the scores again.
+        frozen: A flag for a product with a weight that gets no gradient.
     """
 
     flops: int
@@ -51,22 +51,22 @@ class Operation(NamedTuple):
 
     @property
     def in_all(self) -> int:
-        """Products of forward and backward."""
+        """The products of forward and backward."""
         return self.flops * (2 if self.frozen else 3)
 
 
 class Storages(TensorTracking):
-    """A dispatch mode that numbers the storages of tensors, and adds up those that live.
+    """A dispatch mode that numbers the storages of tensors, and adds up the bytes of live ones.
 
     Args:
-        frozen: weights that get no gradient.
-        quantized: those of them that are stored in 8 bits or fewer: a product makes the whole weight before.
+        frozen: The weights that get no gradient.
+        quantized: The frozen weights in 8 bits or fewer, which a product dequantizes first.
 
     Attributes:
-        count: of the storages that have a number; that of the last one.
-        live, peak: bytes of the storages that live, and the most since :meth:`reset_peak`.
-        operations: since :meth:`start_operations`; None: they are not noted.
-        keep: called with what an operator returns, fused attention included; None: nobody keeps that.
+        count: The last number given.
+        live, peak: The bytes of live storages, and the most since :meth:`reset_peak`.
+        operations: A list that takes each operation; None: operations are not noted.
+        keep: A function called with the results of each operator, fused attention included.
     """
 
     keep: Callable[[Any, Sequence[torch.Tensor]], None] | None = None
@@ -75,22 +75,14 @@ class Storages(TensorTracking):
         super().__init__()
         self._frozen = {storage_key(weight) for weight in frozen}
         self._quantized = {storage_key(weight): weight.nbytes for weight in quantized}
-        self._numbers: dict[int, int] = {}  # of storages that live
-        self._sizes: dict[int, int] = {}  # bytes of those that are counted
+        self.numbers: dict[int | None, int] = {}  # live storages, by their keys
+        self._sizes: dict[int, int] = {}  # bytes of the counted ones
         self.count = 0
         self.live = self.peak = 0
         self.operations: list[Operation] | None = None
 
-    def number(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's storage; one that lived before the mode gets one now, and is not counted."""
-        return self._number(tensor, counted=False)
-
-    def knows(self, key: int | None) -> bool:
-        """Return whether a storage, by its key, has a number."""
-        return key in self._numbers
-
     def resized(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage anew, whose size has changed: FSDP2 frees the weights that it has gathered so."""
+        """Count a storage again that FSDP2 has resized, which frees gathered weights."""
         key = storage_key(tensor)
         if key in self._sizes:
             self._count(key, tensor.untyped_storage().nbytes() - self._sizes[key])
@@ -101,22 +93,17 @@ class Storages(TensorTracking):
         self.peak = max(self.peak, self.live)
 
     def reset_peak(self) -> int:
-        """Let the peak begin again, at what lives now; returns that."""
+        """Reset the peak to the live bytes, and return these."""
         self.peak = self.live
         return self.live
 
-    def start_operations(self) -> list[Operation]:
-        """Note operations from now on, in the list that is returned."""
-        self.operations = []
-        return self.operations
-
     def add_operation(self, flops: int, moved: int, *, attention: bool = False) -> None:
-        """Note an operation that torch does not see."""
+        """Note an operation that torch does not dispatch."""
         if self.operations is not None:
             self.operations.append(Operation(flops, moved, attention))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ITEM and args[0].is_meta:  # "is anything padded?": some branch
+        if func is ITEM and args[0].is_meta:  # "is anything padded?": either branch will do
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -132,7 +119,7 @@ class Storages(TensorTracking):
         known = {storage_key(tensor) for tensor in given}
         new = [tensor for tensor in made if storage_key(tensor) not in known]
         for tensor in new:
-            self._number(tensor, counted=True)
+            self.number(tensor, counted=True)
         if self.keep is not None:
             self.keep(func, made)
         if not (new or schema_of(func).is_mutable):
@@ -140,21 +127,22 @@ class Storages(TensorTracking):
         dequantized = sum(self._quantized.get(key, 0) for key in known) if self._quantized else 0
         self.peak = max(self.peak, self.live + dequantized)
         if self.operations is None:
-            return  # nobody asks
-        moved = sum(tensor.nbytes for tensor in (*given, *(made if new else ())))
+            return
         if dequantized:
             self.operations.append(Operation(0, dequantized))
+        moved = sum(tensor.nbytes for tensor in (*given, *(made if new else ())))
         frozen = not known.isdisjoint(self._frozen)
         self.operations.append(Operation(_flops(func, args, kwargs, result), moved, frozen=frozen))
 
-    def _number(self, tensor: torch.Tensor, *, counted: bool) -> int:
+    def number(self, tensor: torch.Tensor, *, counted: bool = False) -> int:
+        """Return the number of a tensor's storage; a new one is added to the live bytes if ``counted``."""
         key = storage_key(tensor)
         if key is None:
             return -1
-        number = self._numbers.get(key)
+        number = self.numbers.get(key)
         if number is None:
             self.count += 1
-            number = self._numbers[key] = self.count
+            number = self.numbers[key] = self.count
             storage = tensor.untyped_storage()
             if counted and tensor.is_meta:
                 self._count(key, storage.nbytes())
@@ -162,7 +150,7 @@ class Storages(TensorTracking):
         return number
 
     def _end(self, key: int) -> None:
-        self._numbers.pop(key, None)
+        self.numbers.pop(key, None)
         self.live -= self._sizes.pop(key, 0)
 
 
@@ -191,8 +179,8 @@ class Entry(NamedTuple):
     """One tensor that a node of autograd's graph has saved.
 
     Attributes:
-        number: of its storage; ``bytes``: of the whole of it.
-        node: sequence number of the node.
+        number, bytes: The number and size of its storage.
+        node: The sequence number of the node.
     """
 
     saved: weakref.ref[_Saved]
@@ -202,77 +190,61 @@ class Entry(NamedTuple):
 
 
 class SavedStorages:
-    """The hooks of :class:`torch.autograd.graph.saved_tensors_hooks`, and what they see.
-
-    Args:
-        weights: storages that are not counted.
+    """The hooks of :class:`torch.autograd.graph.saved_tensors_hooks`. Weights are not counted.
 
     Attributes:
-        last: the last node that saved a tensor, and how many operations had been noted before it did.
+        entries: The tensors that were saved.
+        last: The last node that saved a tensor, and the number of operations noted before it.
     """
 
     def __init__(self, storages: Storages, weights: Iterable[torch.Tensor]) -> None:
         self.last = (-1, 0)
+        self.entries: list[Entry] = []
         self._storages = storages
         self._weights = {storage_key(tensor) for tensor in weights}
         self._entered: dict[int, int] = {}  # a copy of an argument -> the argument
-        self._entries: list[Entry] = []
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Note a tensor that is saved."""
         node = next_sequence_number() - 1  # the node was made last
         self.last = node, len(self._storages.operations or ())
-        if self.is_weight(tensor) or not tensor.is_meta:
+        if not self._counts(tensor):
             return tensor
         saved = _Saved(tensor)
-        entry = Entry(weakref.ref(saved), self.number(tensor), tensor.untyped_storage().nbytes(), node)
-        self._entries.append(entry)
+        size = tensor.untyped_storage().nbytes()
+        self.entries.append(Entry(weakref.ref(saved), self.number(tensor), size, node))
         return saved
 
     @staticmethod
     def unpack(saved: Any) -> torch.Tensor:
-        """Return what was saved."""
+        """Return the saved tensor."""
         return saved.tensor if isinstance(saved, _Saved) else saved
-
-    def take(self) -> list[Entry]:
-        """Return what was saved since the last call."""
-        entries, self._entries = self._entries, []
-        return entries
-
-    def put(self, entries: list[Entry]) -> None:
-        """Go on behind entries that were taken."""
-        self._entries = [*entries, *self._entries]
 
     def enter(self, inside: torch.Tensor, argument: torch.Tensor) -> None:
         """Let a copy of an argument count as the argument."""
         self._entered[self._storages.number(inside)] = self.number(argument)
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the number of a storage; of a copy, that of the argument."""
+        """Return the number of a storage; of a copy, the argument's number."""
         number = self._storages.number(tensor)
         return self._entered.get(number, number)
 
-    def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Return whether it is a weight, or a view of one."""
-        return storage_key(tensor) in self._weights
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_meta and storage_key(tensor) not in self._weights
 
     def numbered(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         """Return number and bytes of each storage among tensors that are not weights."""
-        return {self.number(x): x.untyped_storage().nbytes() for x in tensors if x.is_meta and not self.is_weight(x)}
+        return {self.number(x): x.untyped_storage().nbytes() for x in filter(self._counts, tensors)}
 
 
 def alive(entries: Iterable[Entry], freed: Collection[int] = ()) -> dict[int, int]:
-    """Return number and bytes of the storages that are still saved, by other nodes than those that are ``freed``."""
+    """Return number and bytes of the storages that nodes still save, without the ``freed`` nodes."""
     waiting = (entry for entry in entries if entry.saved() is not None and entry.node not in freed)
     return {entry.number: entry.bytes for entry in waiting}
 
 
 class FusedKernels(TorchFunctionMode):
-    """A function mode that puts the fused kernels' shapes in the place of attention and dropout.
-
-    Args:
-        storages: gets their operations.
-    """
+    """A function mode that gives attention and dropout the shapes of fused kernels, and notes their operations."""
 
     def __init__(self, storages: Storages) -> None:
         super().__init__()
@@ -286,9 +258,9 @@ class FusedKernels(TorchFunctionMode):
             return self._dropout(*args, **kwargs)
         if func in (torch.Tensor.backward, torch.autograd.backward):  # which may run blocks again
             gradients = kwargs.get("gradient", kwargs.get("grad_tensors"))
-            others = (kwargs.get(name) for name in ("retain_graph", "create_graph", "inputs"))
+            flags = (kwargs.get(name) for name in ("retain_graph", "create_graph", "inputs"))
             with self:
-                return run_backward(args[0], gradients, *others)
+                return run_backward(args[0], gradients, *flags)
         return func(*args, **kwargs)
 
     def _attention(
@@ -306,7 +278,7 @@ class FusedKernels(TorchFunctionMode):
         if query.ndim != 4 or not query.is_meta or max(query.shape[-1], value.shape[-1]) > _WIDEST_HEAD:
             return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # what is added to the scores
+            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # added to the scores
         batch, heads, rows, width = query.shape
         flops = 2 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
         moved = sum(x.nbytes for x in (query, query, key, value, attn_mask) if x is not None)
@@ -328,7 +300,7 @@ class FusedKernels(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """``[batch, heads, seq, width] -> [batch, heads, seq, width of values]``, as flash attention lays it out."""
+    """Attention ``[batch, heads, seq, width] -> [batch, heads, seq, width of values]`` in flash attention's layout."""
 
     @staticmethod
     def forward(

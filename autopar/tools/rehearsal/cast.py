@@ -1,8 +1,8 @@
-"""Ranks that are rehearsed at a time: processes of this machine that answer for all ranks of the world.
+"""Casts: the ranks that are rehearsed at a time, in a few local processes that answer for the full world.
 
-The first rank of each axis is rehearsed, the last one, and those whose shards have other shapes. Each process
-represents one rank, and the ranks whose coordinates are nearest to its own. Numbers, objects and headers of messages
-travel between these processes. Tensors of the model have no memory, and are not sent.
+The first and the last rank of each axis are rehearsed, and ranks whose shards have further shapes. Each process
+represents one rank, and the ranks with the nearest coordinates. Numbers, objects and headers of messages travel between
+these processes. Tensors of the model have no memory, and are not sent.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import math
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.compat.tensors import no_dispatch_modes
 from autopar.distributed.axis import MeshSizes
 from autopar.distributed.mesh import rank_groups
 from autopar.plan.plan import Plan
@@ -31,17 +33,16 @@ _FEW = 8  # places of tensor-parallel, context-parallel and data-parallel ranks,
 
 
 def coordinates_of(sizes: MeshSizes, experts: int) -> list[tuple[int, ...]]:
-    """Return of every rank its place on (pp, cp, ep, tp, dp), what matters most first."""
-    world = math.prod(sizes)
+    """Return the place of every rank on (pp, cp, ep, tp, dp), the most significant axis first."""
     groups = rank_groups(sizes, experts)
     places = [
         {rank: at for group in groups[name] for at, rank in enumerate(group)} for name in ("pp", "cp", "ep", "tp", "dp")
     ]
-    return [tuple(place[rank] for place in places) for rank in range(world)]
+    return [tuple(place[rank] for place in places) for rank in range(math.prod(sizes))]
 
 
 def unlike_ranks(plan: Plan, size: int) -> list[int]:
-    """Return the places on an axis whose shards have shapes of their own, the first and the last one."""
+    """Return the first place on an axis for each shape of shards, and the last place."""
     held: dict[tuple[int, ...], int] = {}
     layouts = [tensor.layout for tensor in plan.tensors.values() if tensor.layout is not None]
     for place in range(size):
@@ -51,14 +52,11 @@ def unlike_ranks(plan: Plan, size: int) -> list[int]:
 
 
 def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) -> list[list[int]]:
-    """Return ranks that are rehearsed together: all stages at one place of the other axes.
+    """Return the casts: all stages at one place of the other axes, and all ``chained`` context-parallel ranks.
 
-    All axes are at their first places; then one after the other is at its last, so that each has a group with both;
-    those between whose shards have other shapes, one at a time. Where places are few, all are rehearsed; where ranks
-    are, together.
-
-    Args:
-        chained: context-parallel ranks hand states on: all of them are rehearsed together.
+    First all axes are at their first places; then one after the other moves to its last, so that each has a group with
+    both; then come places between them with other shapes of shards, one at a time. A few places are all rehearsed, and
+    the ranks of a small world together.
     """
     if math.prod(sizes) <= _FEW:
         return [list(range(math.prod(sizes)))]
@@ -66,7 +64,7 @@ def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) 
     by_place = {place: rank for rank, place in enumerate(coordinates)}
     tp = unlike_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
     dp = {0, sizes.dp - 1}
-    if experts > sizes.tp:  # innermost replicas whose experts differ in number from those of the first and the last
+    if experts > sizes.tp:  # innermost replicas with another number of experts than the first and the last
         places = {place // sizes.tp for place in unlike_ranks(plan, experts)}
         dp |= {place for place in places if 0 < place < experts // sizes.tp - 1}
     first, last = (range(sizes.cp), range(sizes.cp)) if chained else (range(1), range(sizes.cp - 1, sizes.cp))
@@ -84,25 +82,14 @@ def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) 
 
 
 def axes_of(sizes: MeshSizes, experts: int, zero: int) -> dict[tuple[int, ...], str]:
-    """Return the axis of each group's ranks; where axes have the same ranks, the first of them.
-
-    Args:
-        zero: as in :func:`~autopar.distributed.mesh.rank_groups`.
-    """
+    """Return the axis of each group's ranks; if axes have the same ranks, the first of them."""
     groups = rank_groups(sizes, experts, zero)
     names = ("tp", "cp", "pp", "ep", "dp", "edp", "dp_cp", "edp_cp", "fsdp", "hsdp", "tp_cp", "tp_pp", "ep_pp", "model")
     return {tuple(ranks): name for name in reversed(names) for ranks in groups.get(name, ()) if len(ranks) > 1}
 
 
 def check_sizes(call: Call, place: int, out: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    """Check a collective's tensors against the number of ranks.
-
-    Args:
-        place: of this rank in the group.
-
-    Raises:
-        ValueError: they do not fit; with both numbers.
-    """
+    """Raise ValueError if a collective's tensors, of the rank at ``place``, do not fit the number of ranks."""
     members, wrong = len(call.group.ranks), ""
     splits = zip(("sends", "receives"), call.splits, (given, out), strict=False) if call.kind == "all_to_all" else ()
     for name, rows, tensors in splits:
@@ -112,11 +99,11 @@ def check_sizes(call: Call, place: int, out: Sequence[torch.Tensor], given: Sequ
             wrong = f"{name} {len(tensors[0])} rows, and they are split into {list(rows)}"
     of_all = {"all_gather": out, "reduce_scatter": given, "gather": out, "scatter": given}.get(call.kind, ())
     own = given if of_all is out else out
-    if of_all and own:  # else it sends nothing of all, or is not the root
-        in_one = len(of_all) == len(own) and call.kind in ("all_gather", "reduce_scatter")  # all ranks' in one tensor
-        for whole, part in zip(of_all, own, strict=True) if in_one else ():
-            if whole.numel() != members * part.numel():
-                wrong = f"has {whole.numel()} elements where {members} ranks have {part.numel()} each"
+    if of_all and own:  # else it has nothing for all ranks, or is not the root
+        in_one = len(of_all) == len(own) and call.kind in ("all_gather", "reduce_scatter")  # one tensor for all ranks
+        for full, part in zip(of_all, own, strict=True) if in_one else ():
+            if full.numel() != members * part.numel():
+                wrong = f"has {full.numel()} elements where {members} ranks have {part.numel()} each"
         if not in_one and len(of_all) != members * len(own):
             wrong = f"has {len(of_all)} tensors, and the group has {members} ranks"
         elif not in_one and of_all[place].numel() != own[0].numel():
@@ -126,7 +113,7 @@ def check_sizes(call: Call, place: int, out: Sequence[torch.Tensor], given: Sequ
 
 
 Members = list[list[torch.Tensor]]
-"""Tensors that each rank of a group gives."""
+"""The tensors that each rank of a group gives."""
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "max": lambda rows: rows.amax(0),
@@ -140,7 +127,7 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def fill(out: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy numbers; ones, where there are more or fewer of them."""
+    """Copy numbers, or fill in ones if their count differs."""
     if out.numel() == value.numel():
         out.copy_(value.reshape(out.shape))
     else:
@@ -148,21 +135,21 @@ def fill(out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _reduced(call: Call, like: torch.Tensor, given: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Make one tensor of those of all ranks that have the size of this one's."""
+    """Reduce the tensors of all ranks that are as large as this rank's."""
     rows = torch.stack([each.reshape(-1) for each in given if each.numel() == like.numel()])
     reduce = _REDUCTIONS.get(call.reduction)
     return rows.sum(0, dtype=rows.dtype) if reduce is None else reduce(rows)
 
 
 def _part(given: list[torch.Tensor], place: int, of: int) -> torch.Tensor:
-    """Return the part of a rank: one of many tensors, or as many elements of the first as others get."""
+    """Return a rank's part: one of many tensors, or an equal part of the first one's elements."""
     if len(given) >= of:
         return given[place]
     return given[0].reshape(-1).tensor_split(of)[place] if given else torch.empty(0)
 
 
 def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
-    """Fill what the rank at a place of a group gets of what all give; with ones where numbers do not fit."""
+    """Fill the output of the rank at a place of a group; with ones if numbers do not fit."""
     kind, of, found = call.kind, len(members), list[torch.Tensor]()
     if kind in ("all_reduce", "reduce"):
         for number, x in enumerate(out if kind == "all_reduce" or call.peer == place else ()):
@@ -173,9 +160,9 @@ def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> 
             found.append(_reduced(call, x, [_part(given, place, of) for given in lists]))
     elif kind == "broadcast":
         found = [*members[call.peer], *(torch.empty(0) for _ in out)]
-    elif kind == "scatter":  # nothing, if who represents the root is not one
+    elif kind == "scatter":  # nothing, if the root's stand-in is another rank
         found = [_part(members[call.peer], place, of) for _ in out]
-    elif kind == "gather":  # nothing, but on the root
+    elif kind == "gather":  # nothing, except on the root
         found = [given[0] for given, _ in zip(members, out, strict=False)]
     else:
         every = kind == "all_gather"
@@ -186,52 +173,46 @@ def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> 
 
 
 def standing_for(rank: int, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
-    """Return who of the cast stands for a rank: the one that shares most coordinates, earlier ones first."""
+    """Return the cast's stand-in for a rank: the one that shares most coordinates, significant ones first."""
     own = coordinates[rank]
     return min(cast, key=lambda other: [one != its for one, its in zip(coordinates[other], own, strict=True)])
 
 
 def standing_in(ranks: Sequence[int], cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return who of the cast stands for each rank of a group.
+    """Return the cast's stand-in for each rank of a group.
 
-    Only those who share what all ranks of the group have in common, if there are any: a group of replicas is compared
-    with ranks of its own tensor-parallel place, since another place may well issue something else.
+    Stand-ins share the coordinates that all ranks of the group share, if possible: a group of replicas is compared with
+    ranks of its tensor-parallel place, since another place may well issue something else.
     """
-    common = [
-        axis
-        for axis, places in enumerate(zip(*(coordinates[rank] for rank in ranks), strict=True))
-        if len(set(places)) == 1
-    ]
-    own = coordinates[ranks[0]]
-    alike = [other for other in cast if all(coordinates[other][axis] == own[axis] for axis in common)]
-    return [standing_for(rank, alike or cast, coordinates) for rank in ranks]
+    every, own = [coordinates[rank] for rank in ranks], coordinates[ranks[0]]
+    common = [axis for axis, places in enumerate(zip(*every, strict=True)) if len(set(places)) == 1]
+    fitting = [other for other in cast if all(coordinates[other][axis] == own[axis] for axis in common)]
+    return [standing_for(rank, fitting or cast, coordinates) for rank in ranks]
 
 
 class Told(NamedTuple):
-    """Answers and numbers of a rank, for casts behind its own.
+    """Answers and numbers of a rank, for later casts.
 
     Attributes:
-        verdicts: of rank 0, one for each time that all ranks agree.
-        given: numbers of each broadcast and scatter of which it is the root, by group and turn.
+        verdicts: The answers of rank 0, one for each time that all ranks agree.
+        given: The pickled numbers of each broadcast and scatter from this rank, by group and turn.
     """
 
     verdicts: list[Any]
-    given: dict[tuple[Group, int], Any]
+    given: dict[tuple[Group, int], bytes]
 
 
 class Answers:
     """The other ranks of a rehearsed one: they answer its collectives.
 
     Args:
-        rank: this one.
-        cast: ranks that are rehearsed beside it, itself among them.
-        links: to the others.
-        coordinates: of every rank of the world, the one that matters most first: (stage, cp, ep, tp, dp).
-        earlier: what ranks have told in casts before.
-        finishes: called with the handle of each message that is received, and with what puts numbers into it.
+        cast: The ranks that are rehearsed together, this rank among them.
+        earlier: The notes of ranks in earlier casts.
+        finishes: A function called with the handle of each received message, and the function that fills it.
 
     Attributes:
-        told: what this rank tells.
+        told: The notes of this rank, for later casts.
+        root: The rank for which this one gives the objects of a broadcast, or -1.
     """
 
     def __init__(
@@ -248,12 +229,12 @@ class Answers:
         self.told = Told([], {})
         self._rounds = 0  # in which all ranks have agreed
         self._who = functools.cache(lambda rank: standing_for(rank, self._cast, self._coordinates))
-        self._counts: dict[Any, int] = {}
-        self._turns: dict[Group, int] = {}
-        self.root = -1  # of a broadcast for which this rank gives what another one would
+        self._counts = Counter[Any]()
+        self._turns = Counter[Group]()
+        self.root = -1
 
     def __call__(self, operator: Operator, call: Call, args: tuple[Any, ...]) -> Any:
-        """Carry out a collective: what has no memory is there at once."""
+        """Carry out a collective; tensors without memory are complete at once."""
         out, given = tensors_in(args[operator.out]), tensors_in(args[operator.given])
         if call.kind == "recv" and call.peer < 0:
             raise RuntimeError(f"a rehearsal cannot know whose message comes first: name its sender: {call.where}")
@@ -270,16 +251,16 @@ class Answers:
 
     @contextmanager
     def gives_for(self, root: int) -> Iterator[bool]:
-        """Say whether this rank stands for the root of a broadcast; inside, calls tell that one."""
+        """Yield whether this rank stands in for the root of a broadcast; calls inside name that root."""
         instead = root != self._rank and self._who(root) == self._rank and root not in self._earlier
         self.root = root if instead else -1
         yield instead
         self.root = -1
 
     def reports(self, own: Any) -> list[Any]:
-        """Return on rank 0 what all ranks report when they agree: those that are not rehearsed as who stands for them.
+        """Return on rank 0 the reports of all ranks that agree, each by its stand-in.
 
-        This, ``tell`` and ``ask`` stand in for :class:`autopar.distributed.agree._Star`.
+        This, ``tell`` and ``ask`` replace :class:`autopar.distributed.agree._Star`.
         """
         said = {rank: own if rank == self._rank else self._links.receive(rank, "report") for rank in self._cast}
         return [said[self._who(rank)] for rank in range(len(self._coordinates))]
@@ -292,7 +273,7 @@ class Answers:
                 self._links.send(rank, "answer", answers[rank])
 
     def ask(self, report: Any) -> Any:
-        """Report to rank 0; return its answer, which it gave before if it is not here."""
+        """Report to rank 0; return its answer, an earlier one if rank 0 is in an earlier cast."""
         if 0 in self._cast:
             self._links.send(0, "report", report)
             return self._links.receive(0, "answer")
@@ -303,13 +284,13 @@ class Answers:
         return verdicts[self._rounds - 1][self._rank]
 
     def as_issued(self, call: Call) -> Call:
-        """Return a call as the rank would issue it that has all others beside it."""
+        """Return a call with the root that it has among all ranks."""
         return call if self.root < 0 else call._replace(peer=call.group.ranks.index(self.root))
 
     @torch.no_grad()
     def _carry(self, call: Call, out: list[torch.Tensor], given: list[torch.Tensor]) -> None:
         ranks = call.group.ranks
-        key = (call.group.name, ranks if {*ranks} <= {*self._cast} else (), call.kind)  # others have groups like it
+        key = (call.group.name, ranks if {*ranks} <= {*self._cast} else (), call.kind)  # stand-ins have like groups
         if call.kind == "send":
             for x in given:
                 self._links.send(self._who(ranks[call.peer]), ("message", call.group.name, call.tag), x)
@@ -321,31 +302,33 @@ class Answers:
         if call.kind == "all_to_all" and len(given) == 1 and call.splits:
             given = list(given[0].split(list(call.splits[0])))
         if call.kind in ("broadcast", "scatter") and ranks[call.peer] in {*self._cast} - {self._rank}:
-            given = []  # what is there before
-        # Exchange what each process of the cast gives that stands for one of these ranks.
-        others = {self._who(rank) for rank in ranks} - {self._rank}
-        turn = self._counts[key] = self._counts.get(key, 0) + 1
-        for other in others:
+            given = []  # not the numbers from before
+        # Exchange the tensors of all stand-ins for these ranks.
+        rest = {self._who(rank) for rank in ranks} - {self._rank}
+        self._counts[key] += 1
+        turn = self._counts[key]
+        for other in rest:
             self._links.send(other, (key, turn), given)
-        everyone = {self._rank: given, **{other: self._links.receive(other, (key, turn)) for other in others}}
+        everyone = {self._rank: given, **{other: self._links.receive(other, (key, turn)) for other in rest}}
         members = [everyone[self._who(rank)] for rank in ranks]
-        if call.kind in ("broadcast", "scatter"):  # keep what this root gives; take what an earlier one gave
-            turn = self._turns[call.group] = self._turns.get(call.group, 0) + 1
-            root = ranks[call.peer]
+        if call.kind in ("broadcast", "scatter"):  # keep this root's numbers; take the ones of a root in earlier casts
+            self._turns[call.group] += 1
+            turn, root = self._turns[call.group], ranks[call.peer]
             if root == self._rank:
-                self.told.given[call.group, turn] = packed(given)
+                self.told.given[call.group, turn] = pickled(given)
             elif root not in self._cast and root in self._earlier:
-                members[call.peer] = unpacked(self._earlier[root].given.get((call.group, turn), []))
+                told = self._earlier[root].given.get((call.group, turn))
+                members[call.peer] = [] if told is None else unpickled(told)
         carry(call, ranks.index(self._rank), out, members)
 
 
-# -- messages between the processes, and how one finds out that they wait for each other for ever ----------------------
+# -- messages between the processes, and how they find that they wait for each other for ever --------------------------
 
 
 class Standstill:
-    """Counts of messages, and who waits, in memory that forks share: whether all processes wait for each other.
+    """Counts of messages, and of waiting processes, in memory that forks share: whether all wait for each other.
 
-    Each process writes its own numbers: a message that it sends before it does, one that it takes once it goes on.
+    Each process writes its own numbers: a message before it is sent, or after it was taken.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -362,7 +345,7 @@ class Standstill:
 
     @contextmanager
     def waits(self, rank: int) -> Iterator[None]:
-        """Wait inside for a message, or for the end of the others, with nothing else to do."""
+        """Wait inside, with nothing else to do."""
         self._waiting[self._places[rank]] = True
         try:
             yield
@@ -370,9 +353,9 @@ class Standstill:
             self._waiting[self._places[rank]] = False
 
     def holds(self) -> bool:
-        """Return whether all wait and no message is on its way: the counts are equal, and stay what they were.
+        """Return whether all wait and no message is on its way: the counts are equal, and do not change.
 
-        A process that began to work in between would have taken a message (Mattern, "Algorithms for distributed
+        A process that began to work in the meantime would have taken a message (Mattern, "Algorithms for distributed
         termination detection", 1987).
         """
         before = [*self._sent, *self._taken]
@@ -390,7 +373,7 @@ class LeftAloneError(BaseException):
 
 
 class Links:
-    """A process's connections to the others of its cast, from which a thread takes all that comes: no sender waits."""
+    """A process's connections to the rest of its cast. A thread takes all messages, so no sender waits."""
 
     def __init__(self, rank: int, links: Mapping[int, Connection], standstill: Standstill) -> None:
         self._rank, self._links, self._standstill = rank, links, standstill
@@ -407,19 +390,15 @@ class Links:
                 self._arrived.put((origins[link], link.recv_bytes()))  # type: ignore[index, union-attr]
 
     def send(self, to: int, key: Any, value: Any) -> None:
-        """Send a value, which the other one receives by the same key; also to this process itself."""
+        """Send a value to a process, which may be this one, to receive by the same key."""
         if to == self._rank:
-            self._early.setdefault((to, key), []).append(pickle.loads(pickle.dumps(packed(value))))
+            self._early.setdefault((to, key), []).append(unpickled(pickled(value)))
             return
         self._standstill.sends(self._rank)
-        self._links[to].send_bytes(pickle.dumps((key, packed(value))))
+        self._links[to].send_bytes(pickled((key, value)))
 
     def receive(self, origin: int, key: Any) -> Any:
-        """Return what was sent by this key, the first of several first.
-
-        Raises:
-            LeftAloneError: it never comes.
-        """
+        """Return the next value with this key. Raises LeftAloneError if it never comes."""
         waiting, until = self._early.setdefault((origin, key), []), time.monotonic() + _WAIT
         while not waiting:
             if origin in self._ended or origin == self._rank:
@@ -432,15 +411,15 @@ class Links:
                 self._take(*arrived)
             elif time.monotonic() > until:
                 raise RuntimeError(f"Timed out waiting: rank {origin} sends nothing for {key} in {_WAIT:g} s")
-        return unpacked(waiting.pop(0))
+        return waiting.pop(0)
 
     def tell_end(self) -> None:
-        """Tell the others that this rank's program has ended."""
+        """Send word that this rank's program has ended."""
         for rank in self._links:
             self.send(rank, _END, None)
 
     def drain(self) -> None:
-        """Take what the others send until their programs have ended, too."""
+        """Take messages until all programs have ended."""
         with self._standstill.waits(self._rank):
             while self._ended < {*self._links} and (arrived := self._next(_WAIT)):
                 self._take(*arrived)
@@ -452,32 +431,20 @@ class Links:
             return None
 
     def _take(self, origin: int, data: bytes) -> None:
-        key, value = pickle.loads(data)
+        key, value = unpickled(data)
         self._early.setdefault((origin, key), []).append(value)
         self._standstill.takes(self._rank)
         if key == _END:
             self._ended.add(origin)
 
 
-def packed(value: Any) -> Any:
-    """Return plain data as it is, an array as its bytes, a tensor without memory as its shape."""
-    if isinstance(value, list):
-        return [packed(each) for each in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.is_meta:
-        return (tuple(value.shape), value.dtype)
-    return value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), tuple(value.shape), value.dtype
+def pickled(value: Any) -> bytes:
+    """Pickle a value; no mode counts the operations of that."""
+    with no_dispatch_modes():
+        return pickle.dumps(value)
 
 
-def unpacked(value: Any) -> Any:
-    """Undo :func:`packed`."""
-    if isinstance(value, list):
-        return [unpacked(each) for each in value]
-    if not isinstance(value, tuple):
-        return value
-    if len(value) == 2:
-        return torch.empty(value[0], dtype=value[1], device="meta")
-    data, shape, dtype = value
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return flat.view(dtype).view(shape)
+def unpickled(data: bytes) -> Any:
+    """Undo :func:`pickled`."""
+    with no_dispatch_modes():
+        return pickle.loads(data)

@@ -1,7 +1,6 @@
-"""Compare the traces of ranks: collectives find their like, messages their receivers; then play them. Pure.
+"""Compare the traces of ranks, of a rehearsal or a job, and play them against each other. Pure.
 
-The traces are those of rehearsed ranks, or of a job. A rank that was not rehearsed is represented by one that was, in
-the group of the same name. Calls that match are played against each other: whether all ranks come to an end.
+A rank without a trace is represented by its stand-in, in the group of the same name.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on
 def differences(
     traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[int]], *, cut: Collection[int] = ()
 ) -> Iterator[str]:
-    """Yield what does not fit, in a few lines each: the first of each group, and of each pair that exchanges messages.
+    """Yield the first difference of each group, and of each pair that exchanges messages, in a few lines each.
 
     Args:
-        traces: calls by rank.
-        standing_in: returns the traced ranks that stand for those of a group.
-        cut: ranks whose programs did not come to their end: nothing counts as missing there.
+        traces: The calls by rank.
+        standing_in: A function from the ranks of a group to their stand-ins, which were traced.
+        cut: The ranks whose programs did not end, which miss no call.
     """
     yield from _groups_made(traces, cut)
     by_group: dict[int, dict[Group, list[Call]]] = {rank: defaultdict(list) for rank in traces}
@@ -50,14 +49,13 @@ def differences(
 
 
 class _Compared(NamedTuple):
-    """A group, who was traced for each of its ranks, and the calls of that one over it."""
+    """A group, the stand-in for each of its ranks, and the stand-in's calls over it."""
 
     group: Group
     members: tuple[int, ...]
     lines: list[list[Call]]
 
     def rank(self, place: int) -> str:
-        """Say which rank it is, and who stood for it."""
         rank, member = self.group.ranks[place], self.members[place]
         return f"rank {rank}" + ("" if member == rank else f" (as rank {member})")
 
@@ -71,44 +69,34 @@ _NONE: list[Call] = []
 
 
 def _lines(group: Group, members: Sequence[int], by_group: _ByGroup) -> list[list[Call]]:
-    """Return the calls of the rank that was traced for each place of a group: over that, or over its own like it."""
+    """Return the calls of each stand-in: over the group, or over its most similar group of that name."""
     over = {member: by_group[member].get(group) for member in {*members}}  # once: the world's ranks are many to hash
-    return [
-        own if own is not None else _line_like(group, place, member, by_group)
-        for place, member in enumerate(members)
-        for own in (over[member],)
-    ]
 
+    def line(place: int, member: int) -> list[Call]:
+        own = over[member]
+        if own is not None or member == group.ranks[place]:
+            return own or _NONE
+        like = [each for each in by_group[member] if each.name == group.name and member in each.ranks]
+        like.sort(key=lambda each: (len(each.ranks) != len(group.ranks), each.ranks.index(member) != place))
+        return by_group[member][like[0]] if like else _NONE
 
-def _line_like(group: Group, place: int, member: int, by_group: _ByGroup) -> list[Call]:
-    """Return the calls of a rank over its own group that is most like another one."""
-    if member == group.ranks[place]:
-        return _NONE
-    alike = [own for own in by_group[member] if own.name == group.name and member in own.ranks]
-    if not alike:
-        return _NONE
-    most = max(alike, key=lambda own: (len(own.ranks) == len(group.ranks), own.ranks.index(member) == place))
-    return by_group[member][most]
+    return [line(place, member) for place, member in enumerate(members)]
 
 
 def _groups_made(traces: Traces, cut: Collection[int]) -> Iterator[str]:
     """Every rank makes all groups of the world, in one order."""
     made = {rank: [call for call in calls if call.kind == "new_group"] for rank, calls in traces.items()}
-    if not made:
-        return
-    first = next(iter(made))
+    first, own = next(iter(made.items()), (0, []))
     for rank, calls in made.items():
-        for number, (one, other) in enumerate(zip(made[first], calls, strict=False)):
-            if one.group != other.group:
-                yield (
-                    f"group {number} that rank {first} makes is {one.group.name} {list(one.group.ranks)} ({one.where}),"
-                    f"\n  that of rank {rank} is {other.group.name} {list(other.group.ranks)} ({other.where})"
-                )
+        for number, pair in enumerate(zip(own, calls, strict=False)):
+            if pair[0].group != pair[1].group:
+                one, other = (f"{call.group.name} {list(call.group.ranks)} ({call.where})" for call in pair)
+                yield f"group {number} that rank {first} makes is {one},\n  rank {rank} makes {other}"
                 break
         else:
-            fewer = first if len(made[first]) < len(calls) else rank
-            if len(calls) != len(made[first]) and fewer not in cut:
-                yield f"rank {first} makes {len(made[first])} groups, rank {rank} makes {len(calls)}"
+            fewer = first if len(own) < len(calls) else rank
+            if len(calls) != len(own) and fewer not in cut:
+                yield f"rank {first} makes {len(own)} groups, rank {rank} makes {len(calls)}"
 
 
 def _collectives(compared: _Compared, cut: Collection[int]) -> Iterator[str]:
@@ -126,9 +114,14 @@ def _collectives(compared: _Compared, cut: Collection[int]) -> Iterator[str]:
                 yield f"call {number} over {compared} {wrong}:" + "".join(pair)
                 break
         else:
-            fewer = compared.members[0 if len(lines[0]) < len(line) else place]
-            if len(lines[0]) != len(line) and fewer not in cut:
-                yield _missing(compared, place, lines)
+            more, fewer = (0, place) if len(lines[0]) > len(line) else (place, 0)
+            if len(lines[0]) != len(line) and compared.members[fewer] not in cut:
+                call = lines[more][len(lines[fewer])]
+                yield (
+                    f"{compared.rank(more)} has {len(lines[more])} collectives over {compared}, "
+                    f"{compared.rank(fewer)} has {len(lines[fewer])}.\n  The first that it does not have: {call}\n    "
+                    f"{call.where}"
+                )
     yield from _splits(compared, lines)
 
 
@@ -143,9 +136,9 @@ def _contradiction(one: Call, other: Call) -> str:
         return f"reduce in different ways, {one.reduction} and {other.reduction}"
     if one.control != other.control:
         return "are on different devices, one of them on the CPU"
-    objects = one.dtype == "uint8" and one.control  # pickled: as long as they are
+    objects = one.dtype == "uint8" and one.control  # pickled, of any length
     sizes: list[Any] = [one.sizes, other.sizes]
-    if one.kind == "all_to_all":  # shapes of a row; of lists, whose elements are counted, none
+    if one.kind == "all_to_all":  # the shape of a row; () for lists, whose elements are counted
         sizes = [call.sizes[0][1:] if len(call.sizes) == 1 else () for call in (one, other)]
     if sizes[0] != sizes[1] and not objects:
         return f"have different sizes, {list(one.sizes)} and {list(other.sizes)}"
@@ -153,7 +146,7 @@ def _contradiction(one: Call, other: Call) -> str:
 
 
 def _splits(compared: _Compared, lines: list[list[Call]]) -> Iterator[str]:
-    """Each sends as many rows to another as that one takes from it, as far as they were traced themselves."""
+    """Each traced rank sends as many rows to another as that one takes."""
     ranks = compared.group.ranks
     own = [place for place, member in enumerate(compared.members) if member == ranks[place]]
     for number, calls in enumerate(zip(*lines, strict=False)):
@@ -171,18 +164,8 @@ def _splits(compared: _Compared, lines: list[list[Call]]) -> Iterator[str]:
                     return
 
 
-def _missing(compared: _Compared, place: int, lines: Sequence[Sequence[Call]]) -> str:
-    more, fewer = (0, place) if len(lines[0]) > len(lines[place]) else (place, 0)
-    call = lines[more][len(lines[fewer])]
-    return (
-        f"{compared.rank(more)} has {len(lines[more])} collectives over {compared}, "
-        f"{compared.rank(fewer)} has {len(lines[fewer])}.\n  The first that it does not have: {call}\n    "
-        f"{call.where}"
-    )
-
-
 def _pairs(compared: _Compared, rank: int) -> Iterator[tuple[int, list[Call], list[Call]]]:
-    """Yield each rank that this one sends to, what it sends, and what that one, or who stands for it, takes from it."""
+    """Yield each receiver of this rank's messages, the messages sent, and the ones that its stand-in takes."""
     ranks, members = compared.group.ranks, compared.members
     place = ranks.index(rank)
     own = compared.lines[place]
@@ -192,32 +175,24 @@ def _pairs(compared: _Compared, rank: int) -> Iterator[tuple[int, list[Call], li
         back = place if not theirs or theirs[0] == peer else place + theirs[0] - peer
         sent = [call for call in own if (call.kind, call.peer) == ("send", peer)]
         taken = [call for call in other if (call.kind, call.peer) == ("recv", back)]
-        if taken or members[peer] == ranks[peer]:  # who stands for it may be one that sends
+        if taken or members[peer] == ranks[peer]:  # a stand-in may be a sender
             yield ranks[peer], sent, taken
 
 
 def _messages(compared: _Compared, rank: int, cut: Collection[int]) -> Iterator[str]:
     name = compared.group.name
     for to, *both in _pairs(compared, rank):
-        by_tag: tuple[dict[int, list[Call]], dict[int, list[Call]]] = defaultdict(list), defaultdict(list)
-        for calls, tagged in zip(both, by_tag, strict=True):
-            for call in calls:
-                tagged[call.tag].append(call)
-        for tag, sent in sorted(by_tag[0].items()):
-            taken = by_tag[1].get(tag, [])
+        for tag in sorted({call.tag for call in both[0]}):
+            sent, taken = ([call for call in calls if call.tag == tag] for calls in both)
             for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
+                message = f"message {number} from rank {rank} to rank {to} over {name}"
                 if (one.sizes, one.dtype) != (two.sizes, two.dtype):
-                    yield (
-                        f"message {number} from rank {rank} to rank {to} over {name} is sent as {one} and received as "
-                        f"{two}\n  {one.where}\n  {two.where}"
-                    )
+                    yield f"{message} is sent as {one} and received as {two}\n  {one.where}\n  {two.where}"
                     break
                 if one.control != two.control:
-                    devices = [("a device", "the CPU")[call.control] for call in (one, two)]
-                    yield (
-                        f"message {number} from rank {rank} to rank {to} over {name}, {one}, is sent from {devices[0]} "
-                        f"and received on {devices[1]}\n  {one.where}\n  {two.where}"
-                    )
+                    origin, end = (("a device", "the CPU")[call.control] for call in (one, two))
+                    lines = f"{one.where}\n  {two.where}"
+                    yield f"{message}, {one}, is sent from {origin} and received on {end}\n  {lines}"
                     break
             else:
                 fewer = rank if len(sent) < len(taken) else compared.members[compared.group.ranks.index(to)]
@@ -230,10 +205,10 @@ def _messages(compared: _Compared, rank: int, cut: Collection[int]) -> Iterator[
 
 
 def _in_order(compared: _Compared, rank: int) -> Iterator[str]:
-    """A message is received as it was sent, the first one first: nccl has no tags. Numbers of the CPU go over gloo."""
+    """Messages are received in the order of sending: nccl has no tags. Numbers of the CPU use gloo."""
     for to, *both in _pairs(compared, rank):
-        sent, taken = ([call for call in calls if not call.control] for calls in both)
-        for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
+        pairs = zip(*([call for call in calls if not call.control] for calls in both), strict=False)
+        for number, (one, two) in enumerate(pairs):
             if one.tag != two.tag:
                 yield (
                     f"message {number} from rank {rank} to rank {to} over {compared.group.name} has tag {one.tag} "
@@ -244,11 +219,11 @@ def _in_order(compared: _Compared, rank: int) -> Iterator[str]:
 
 
 Waited = Mapping[int, int]
-"""The number of a message that is received -> of the call before which it is waited for."""
+"""The number of a received message -> the number of the call before which its receiver waits."""
 
 
 def where_awaited(calls: Sequence[Call], waited: Waited) -> Iterator[int]:
-    """Yield the numbers of calls as they are played: a message is taken where its receiver waits for it."""
+    """Yield the numbers of calls in the order of play: a message is taken where its receiver waits."""
     later: dict[int, list[int]] = defaultdict(list)
     for number, before in waited.items():
         if before > number + 1:
@@ -261,7 +236,7 @@ def where_awaited(calls: Sequence[Call], waited: Waited) -> Iterator[int]:
 
 
 def latest(calls: Sequence[Call]) -> dict[int, int]:
-    """Return where messages of a real trace, which does not say it, are waited for at the latest: next collectives."""
+    """Return the latest places where receivers wait in a real trace, which does not note it: the next collectives."""
     found: dict[int, int] = {}
     before = len(calls)
     for number in reversed(range(len(calls))):
@@ -275,15 +250,15 @@ def latest(calls: Sequence[Call]) -> dict[int, int]:
 def waiting(
     traces: Traces, *, in_order: bool = False, waited: Mapping[int, Mapping[int, int]] | None = None
 ) -> dict[int, Call]:
-    """Play the calls of all ranks against each other; return where each waits that does not come to an end.
+    """Play the calls of all ranks against each other; return the call of each rank that waits for ever.
 
-    A collective waits until all traced members of its group are at it, a receiver for its message; a sender does not
-    wait, as over gloo.
+    A collective waits for all traced members of its group, a receiver for its message. A sender does not wait, as over
+    gloo.
 
     Args:
-        in_order: as over nccl, a group carries one message of a rank after the other: none goes before the one that
-            was issued first has been received. Those of a batch go at the same time; numbers of the CPU go over gloo.
-        waited: of each rank; without, a receiver waits at once.
+        in_order: A flag for nccl: a group carries one message of a rank at a time, in order. Messages of a batch have
+            no order, and numbers of the CPU use gloo.
+        waited: The :data:`Waited` of each rank; by default a receiver waits at once.
     """
     played = {}
     for rank, calls in traces.items():
@@ -297,14 +272,14 @@ def waiting(
 def stuck(
     traces: Traces, *, in_order: bool = False, waited: Mapping[int, Mapping[int, int]] | None = None
 ) -> list[str]:
-    """Say where ranks are :func:`waiting`."""
+    """Describe the calls in which ranks are :func:`waiting`."""
     over = "over nccl, where a group carries one message after the other, " if in_order else ""
     left = waiting(traces, in_order=in_order, waited=waited)
     return [f"{over}rank {rank} waits in {call}\n    {call.where}" for rank, call in left.items()]
 
 
 def standing(calls: Mapping[int, Call]) -> list[str]:
-    """Say in which calls ranks wait for ever, those first in which fewest do."""
+    """Describe the calls in which ranks wait for ever, the one with fewest ranks first."""
     at: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, call in calls.items():
         at[str(call), call.where].append(rank)
@@ -316,16 +291,16 @@ def standing(calls: Mapping[int, Call]) -> list[str]:
 
 
 def _beside(call: Call) -> bool:
-    """Return whether a message goes beside others of its group, over nccl: of a batch, or over gloo, from the CPU."""
+    """Return whether a message has no order in its group: it is in a batch, or goes over gloo, from the CPU."""
     return call.batched or call.control or call.group.name == OF_THE_HOST
 
 
 class Play:
-    """A play of calls, without time; subclasses say how long things take.
+    """A play of calls, in no time unless a subclass adds it.
 
     Attributes:
-        left: the calls that are left of each rank.
-        clocks: how late it is for each rank.
+        left: The calls that are left, by rank.
+        clocks: The seconds since the start, by rank.
     """
 
     def __init__(self, calls: Mapping[int, Iterable[Call]], *, in_order: bool = False) -> None:
@@ -336,7 +311,7 @@ class Play:
         self._lines: dict[tuple[str, int], deque[int]] = defaultdict(deque)
 
     def run(self) -> dict[int, Call]:
-        """Return where each rank waits at the end, if it is not through."""
+        """Play, and return the call of each rank that waits for ever."""
         moved = True
         while moved:
             moved = False
@@ -345,19 +320,15 @@ class Play:
                     moved = True
         return {rank: calls[0] for rank, calls in self.left.items() if calls}
 
-    def reach(self, rank: int) -> None:
-        """Do what comes before a rank's next call, once."""
-
     def seconds(self, rank: int, call: Call) -> float:
-        """Return how long a call takes."""
+        """Return the seconds of a call."""
         return 0.0
 
     def through(self, rank: int, start: float, end: float) -> None:
-        """Let a rank be through its next call."""
+        """End a rank's next call."""
         self.left[rank].popleft()
 
     def _goes(self, rank: int) -> bool:
-        self.reach(rank)
         call = self.left[rank][0]
         if call.kind in MESSAGES:
             return self._message(rank, call)
@@ -365,8 +336,6 @@ class Play:
         heads = [self.left[member][0] if self.left[member] else None for member in members]
         if any(head is None or head.group != call.group or head.kind in MESSAGES for head in heads):
             return False
-        for member in members:
-            self.reach(member)
         start = max(self.clocks[member] for member in members)
         end = start + self.seconds(rank, call)
         for member in members:

@@ -1,9 +1,10 @@
-"""One rank's rehearsal: ``initialize``, a training step, an evaluation, a save and a load, without memory or disk."""
+"""One rank's rehearsal: ``initialize``, a step, an evaluation, a save and a load, without memory or disk."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import sys
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-import autopar.api  # and what it loads: here, so that the processes do not have to
+import autopar.api  # with all its imports: here, so that the processes do not import them again
 import autopar.checkpoint.methods
 import autopar.data_parallel.optimizer
 import autopar.pipeline_parallel.pipeline
@@ -44,7 +45,7 @@ from autopar.tools.rehearsal.timeline import Held, Work, WorkCount
 from autopar.tools.rehearsal.trace import Call, Group, Recorder, where
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes an optimizer of a model's parameters."""
+"""A function that makes an optimizer of a model's parameters."""
 
 Part = tuple[str, Call]
 """A call, and the part of the program that it is in: ``initialize``, ``step``, ``evaluation``, ``save``, ``load``."""
@@ -54,13 +55,10 @@ class Rehearsed(NamedTuple):
     """A rank's rehearsal.
 
     Attributes:
-        parts: its calls.
-        work: before each of them; none without a GPU whose speeds say how long that takes.
-        after: work between the step's last call and its end.
-        held: bytes in the training step.
-        told: what it told other ranks.
-        waited: the number of each message that is received -> of the call before which it is waited for.
-        stands_at: the number of the call in which it waits for ever; -1: its program came to an end.
+        work: The work before each call; empty without a GPU; ``after``: the work after the step's last call.
+        told: The notes for later casts.
+        waited: The places where it waits for messages (:data:`~autopar.tools.rehearsal.matching.Waited`).
+        stands_at: The number of the call in which it waits for ever; -1: its program came to an end.
     """
 
     parts: list[Part]
@@ -77,15 +75,10 @@ class Job:
     """A program that is rehearsed.
 
     Attributes:
-        model: without memory; each rank changes its own copy.
-        config: of ``initialize``.
-        world: ranks.
-        inputs: a replica's batch, without memory.
-        own: a loop of the user's instead, called with the model, the optimizer and a batch.
-        gpu: under whose speeds work is counted; None: it is not.
-        folder: of the checkpoint.
-        gpus_per_node: ranks of a machine.
-        optimizer: makes it of the parameters.
+        model: A model without memory, of which each rank changes a copy.
+        inputs: The batch of a replica, without memory.
+        own: The user's loop, called with the model, the optimizer and a batch in place of all after ``initialize``.
+        gpu: The GPU at whose speeds work is counted, or None.
     """
 
     model: Any
@@ -105,20 +98,16 @@ _MOST = 200_000  # calls of a rank
 def run_cast(
     job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], earlier: Mapping[int, Told]
 ) -> tuple[dict[int, Rehearsed], dict[int, str]]:
-    """Rehearse some ranks at a time, in a process each, which are forks of this one.
-
-    Args:
-        earlier: what ranks have told, in earlier casts.
+    """Rehearse the ranks of a cast, in a fork of this process each, with the notes of ranks in earlier casts.
 
     Returns:
-        Each rank's rehearsal, as far as it came; and the tracebacks of those that failed.
+        Each rank's rehearsal until its end or failure, and the tracebacks of failed ranks.
     """
     load()
     context, standstill = multiprocessing.get_context("fork"), Standstill(cast)
     links: dict[int, dict[int, Connection]] = {rank: {} for rank in cast}
-    for place, one in enumerate(cast):
-        for other in cast[place + 1 :]:
-            links[one][other], links[other][one] = context.Pipe()
+    for one, other in itertools.combinations(cast, 2):
+        links[one][other], links[other][one] = context.Pipe()
     results, processes = {}, []
     try:
         for rank in cast:
@@ -184,7 +173,7 @@ def _main(
     try:
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
         found = Rehearsed(notes.parts, notes.work, after, held, answers.told, notes.waited, stands_at)
-        lines.tell_end()  # first: others may wait for this rank
+        lines.tell_end()  # first: another rank may wait for this one
         result.send((error, found))
         lines.drain()
         sys.stdout.flush()
@@ -194,11 +183,7 @@ def _main(
 
 
 class _Notes:
-    """Calls of a rank's program, noted while it runs.
-
-    Attributes:
-        last: the number of the call that runs.
-    """
+    """Calls of a rank's program, noted while it runs; ``last``: the number of the call that runs."""
 
     def __init__(self, count: WorkCount | None) -> None:
         self.parts: list[Part] = []
@@ -238,18 +223,13 @@ class _Notes:
 
 
 def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
-    """Answer an operator on tensors without memory, where nobody counts what it does."""
+    """Answer an operator on tensors without memory in a rehearsal that counts no work."""
     found = without_data(function, args, kwargs)
     return on_meta(function, args, kwargs) if found is NotImplemented else found
 
 
 def without_memory(model: PreTrainedModel, *, counted: bool = False, cache: bool = True) -> PreTrainedModel:
-    """Copy a model whose weights never get memory, whatever has been told to fill them.
-
-    Args:
-        counted: whether work and memory are counted.
-        cache: whether it may keep keys and values.
-    """
+    """Copy a model for a rehearsal: its weights never get memory, also if ``lazy_init`` was to fill them."""
     copied = meta_copy(model, gradients=True)
     keep_kernels(copied, model, grouped=counted)
     if not cache:
@@ -274,13 +254,9 @@ _OPTIMIZERS: dict[str, MakeOptimizer] = {
 def optimizer_of(
     parameters: Iterable[nn.Parameter], optimizer: str | MakeOptimizer = "adamw", *, on_gpu: bool = False
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of a rehearsal: by name, Muon of all matrices; or by a function of the parameters.
+    """Make the optimizer of a rehearsal, by name or by a function of the parameters.
 
-    Args:
-        on_gpu: steps all tensors at a time, as torch does there by default.
-
-    Raises:
-        ConfigError: there is none of that name.
+    ``on_gpu`` it steps all tensors at a time, torch's default there. Raises ConfigError if the name is unknown.
     """
     if callable(optimizer):
         return optimizer([*parameters])
@@ -294,22 +270,22 @@ def optimizer_of(
 
 
 def loss_of(output: Any, inputs: Any = None) -> torch.Tensor:
-    """Return a model's loss; of one without labels, the mean of its first output."""
+    """Return a model's loss, or without labels the mean of its first output."""
     if getattr(output, "loss", None) is not None:
         return output.loss
     values = output.values() if hasattr(output, "values") else output
     return next(x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()).float().mean()
 
 
-def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], None] = lambda *_: None) -> None:
-    """Run the program with ``model``; ``now`` is told which part begins, ``see`` what there is (``WorkCount.see``)."""
+def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any], None] = lambda *_: None) -> None:
+    """Run the program with ``model``, the name of each part in ``now[0]``; call ``see`` as :meth:`WorkCount.see`."""
     model.train()
     optimizer = optimizer_of(model.parameters(), job.optimizer, on_gpu=job.gpu is not None)
     model, optimizer = autopar.initialize(model, job.config, optimizer=optimizer)
     device = model.mpu.device.type
     batch = {name: x if device == "meta" else torch.ones(x.shape, dtype=x.dtype) for name, x in job.inputs.items()}
     now[0] = "step"
-    see("ready", model, optimizer)
+    see("ready", model)
     if job.own is not None:
         job.own(model, optimizer, batch)
         return
@@ -321,13 +297,13 @@ def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], N
             loss = loss_of(model(**batch))
         with record("backward".format):
             loss.backward()
-        del loss  # it keeps what recomputed blocks have made
+        del loss  # it keeps the results of recomputed blocks
         if not config.fully_sharded:
             autopar.average_gradients(model)
-    see("backward", model, optimizer)
+    see("backward", model)
     with record("the optimizer's step".format):
         optimizer.step()
-    see("step", model, optimizer)
+    see("step", model)
     optimizer.zero_grad()
     now[0] = "evaluation"
     model.eval()
@@ -346,7 +322,7 @@ _OF_TOKENS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")  # head
 
 
 def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-    """Make a batch without memory, with labels of heads that predict tokens."""
+    """Make a batch without memory, with labels for heads that predict tokens."""
     inputs = sample_inputs(model, batch, sequence)
     labels = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     of_tokens = any(head in type(model).__name__ for head in _OF_TOKENS)
@@ -354,7 +330,7 @@ def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, to
 
 
 def without_disk() -> None:
-    """Have this process, which is a rehearsed rank for the rest of its life, save and load without files."""
+    """Let this process, which stays a rehearsed rank, save and load without files."""
 
     class Writer(save.Writer):
         def make_folder(self) -> list[str]:
@@ -367,7 +343,7 @@ def without_disk() -> None:
             """Leave the manifest unwritten: it lists files."""
 
     save.Writer, loading.Loader = Writer, _Loader  # type: ignore[misc, assignment]
-    # Rank 0's part behind the last exchange: PEFT's files, and the upload, which has no address then.
+    # Rank 0's part after the last exchange: PEFT's files, and the upload, which has no address then.
     if any(feature.name == "peft" for feature in registry.features()):
         from autopar.features.peft.saving import Adapters
 

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from autopar.tools.rehearsal.cast import axes_of, casts, coordinates_of, standin
 from autopar.tools.rehearsal.matching import differences, standing, stuck, where_awaited
 from autopar.tools.rehearsal.one_rank import Job, MakeOptimizer, Part, Rehearsed, inputs_of, run_cast, without_memory
 from autopar.tools.rehearsal.timeline import Held, Timeline, Traffic, chrome_trace, play, traffic_of
+from autopar.tools.rehearsal.trace import Call
 
-# Of the configuration: without values, without shared memory, without an accelerator.
+# Settings of a configuration without values, shared memory and an accelerator.
 _UNLIKE: dict[str, Any] = {"consistency_check": False, "cpu_transport": "gloo", "zero_cpu_offload": False}
 
 
@@ -37,17 +39,17 @@ class Rehearsal:
     """Result of a rehearsal.
 
     Attributes:
-        world: ranks of the job.
-        mesh: in words.
-        traces: of each rank that was rehearsed: its calls, with the part of the program that each is in.
-        problems: what does not fit; none: every collective and message of the job finds its like, and all ranks come
-            to an end.
-        traffic: by axis, in the training step.
-        held: bytes of each rank that was rehearsed, in the training step; only with ``gpu``, and without ``loop``.
-        timeline: of the training step, without overlap; None without ``gpu``.
+        world: The number of ranks of the job.
+        mesh: The mesh in words.
+        traces: The calls of each rehearsed rank, with the part of the program of each.
+        problems: The differences and endless waits; empty if every collective and message of the job finds its like,
+            and all ranks come to an end.
+        traffic: The traffic of the training step by axis.
+        held: The bytes of each rehearsed rank in the training step; only with ``gpu``, and without ``loop``.
+        timeline: The training step, without overlap; None without ``gpu``.
         hidden: The seconds of the step that overlap hides, as the planner counts them.
-        coordinates: of every rank of the world.
-        seconds, mebibytes: that the rehearsal took, and the most memory of one of its processes.
+        coordinates: The place of every rank of the world on (pp, cp, ep, tp, dp).
+        seconds, mebibytes: The time of the rehearsal, and the most memory of one of its processes.
     """
 
     world: int
@@ -63,19 +65,17 @@ class Rehearsal:
     mebibytes: float
 
     def calls(self, part: str = "") -> int:
-        """Count the calls of the rehearsed ranks."""
+        """Count the calls of the rehearsed ranks in one part of the program, or in all."""
         return sum(part in ("", own) for parts in self.traces.values() for own, _ in parts)
 
     def write_timeline(self, file: str | Path) -> None:
         """Write the training step for https://ui.perfetto.dev and ``chrome://tracing``.
 
         Raises:
-            ConfigError: there is no timeline: ``gpu=`` was not given, or the ranks do not come to an end; a picture.
+            ConfigError: If no timeline was made, without ``gpu=`` or an end of all ranks.
         """
         if self.timeline is None:
-            raise ConfigError("there is no timeline: rehearse(..., gpu='h100') makes one, where there are no problems")
-        if Path(file).suffix == ".svg":
-            raise ConfigError(f"{file}: a timeline is written as JSON for https://ui.perfetto.dev, not as a picture")
+            raise ConfigError("no timeline was made: rehearse(..., gpu='h100') makes one if it finds no problems")
         Path(file).write_text(json.dumps(chrome_trace(self.timeline)), encoding="utf-8")
 
 
@@ -93,26 +93,26 @@ def rehearse(
 ) -> Rehearsal:
     """Initialize, train a step, evaluate, save and load on some ranks of a job, without GPUs, weights or a network.
 
-    Each rank that has a part of its own (a stage, other shards, the first and the last of each axis) runs in a process
-    of this machine, on tensors without memory. Every collective that it issues is noted and compared with those of all
-    other members of its group; every message with its receiver's. Then all ranks are played against each other, which
-    shows whether some wait for each other for ever. Comparisons by value (``consistency_check``) are not rehearsed.
+    The first and the last rank of each axis, each stage, and ranks with further shapes of shards run in a process of
+    this machine each, on tensors without memory. Every collective is compared with the ones of all members of its
+    group, every message with its receiver's. Then all ranks are played against each other, which shows whether some
+    wait for each other for ever. Comparisons by value (``consistency_check``) are not rehearsed.
 
     Args:
-        model: only read; a config's causal language model is built without memory.
-        config: of :func:`autopar.initialize`.
-        world: ranks.
-        batch: samples of a replica in a step; 0: one for each stage or micro-batch, at least 2.
-        sequence: tokens of a sample.
-        gpus_per_node: ranks of a machine; by default the GPUs of ``gpu``, or 8.
-        gpu: name of a GPU or machine that ``autopar plan`` knows, or its figures: counts memory, and times the step.
-        optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd-momentum``, ``muon`` of all matrices, or what makes yours of a
-            list of parameters.
-        loop: a loop of your own, called with model, optimizer and batch instead of what follows ``initialize``.
+        model: A model, only read; or a config, whose causal language model is built without memory.
+        config: The configuration of :func:`autopar.initialize`.
+        world: The number of ranks.
+        batch: The samples of a replica in a step; 0: one for each stage or micro-batch, at least 2.
+        sequence: The tokens of a sample.
+        gpus_per_node: The ranks of a machine; by default the GPUs of ``gpu``, or 8.
+        gpu: A GPU or machine that ``autopar plan`` knows, or its figures: counts memory, and times the step.
+        optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd-momentum``, ``muon`` of all matrices, or a function that makes
+            an optimizer of a list of parameters.
+        loop: A function called with model, optimizer and batch in place of all after ``initialize``.
 
     Raises:
-        ConfigError, PolicyError, UnsupportedModelError: what ``initialize`` would raise.
-        RuntimeError: a rank failed in its rehearsal; with its traceback.
+        ConfigError, PolicyError, UnsupportedModelError: The errors of ``initialize``.
+        RuntimeError: If a rank fails in its rehearsal, with its traceback.
     """
     if dist.is_initialized():
         raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
@@ -121,21 +121,21 @@ def rehearse(
         if size is not None and size < fits:
             raise ConfigError(f"rehearse: {name}={size}, and at least {fits} fits")
     start = time.perf_counter()
-    node = find_node(gpu or "dgx-h100", gpus_per_node) if gpu is None or isinstance(gpu, str) else gpu
+    node = gpu if isinstance(gpu, Node) else find_node(gpu or "dgx-h100", gpus_per_node)
     card = None if gpu is None else node.gpu
     built: Any = model
     if not isinstance(model, nn.Module):
         with lazy_init():
             built = AutoModelForCausalLM.from_config(model)
-    whole = without_memory(built, counted=card is not None, cache=loop is not None and card is None)
+    full = without_memory(built, counted=card is not None, cache=loop is not None and card is None)
     parsed = replace(ParallelConfig.parse(config, world), **_UNLIKE)
     tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
     sizes = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp)
-    plans = ModelPlans.of(whole, None, parsed.policy)
+    plans = ModelPlans.of(full, None, parsed.policy)
     if not isinstance(plans.inner, PreTrainedModel):
-        raise ConfigError(f"rehearse: {type(whole).__name__} is no Hugging Face model: its inputs are not known")
+        raise ConfigError(f"rehearse: {type(full).__name__} is not a Hugging Face model: its inputs are unknown")
     inputs = inputs_of(plans.inner, batch or max(2, sizes.pp, parsed.pipeline.num_microbatches or 1), sequence)
-    job = Job(whole, parsed, world, inputs, loop, card, gpus_per_node=node.gpus, optimizer=optimizer)
+    job = Job(full, parsed, world, inputs, loop, card, gpus_per_node=node.gpus, optimizer=optimizer)
     found, problems = _run(job, plans, sizes)
     axes = axes_of(sizes, parsed.expert_parallel_size, parsed.zero_shard_size)
     timeline = None
@@ -162,7 +162,7 @@ def rehearse(
 
 
 def _hidden(config: ParallelConfig, timeline: Timeline | None) -> float:
-    """Return the seconds that FSDP2 hides behind the work of the rank that ends last."""
+    """Return the seconds that overlap with the work of the rank that ends last: the exchange of replicas by FSDP2."""
     if timeline is None or not config.fully_sharded or (config.pipeline_parallel_size > 1 and config.zero_stage < 3):
         return 0.0
     rank = min(timeline.slots, key=lambda rank: timeline.spent(rank)["wait"])
@@ -172,15 +172,18 @@ def _hidden(config: ParallelConfig, timeline: Timeline | None) -> float:
 
 
 def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehearsed], list[str]]:
-    """Rehearse the ranks that stand for all; return them, and what does not fit."""
+    """Rehearse the ranks that stand for all; return them, and the problems."""
     made = plan_model(plans, job.config, lambda plan: None)  # once for all processes
     made.fingerprint(job.model)  # likewise
     coordinates = coordinates_of(sizes, job.config.expert_parallel_size)
     found: dict[int, Rehearsed] = {}
 
+    def calls_of(found: Mapping[int, Rehearsed]) -> dict[int, list[Call]]:
+        return {rank: [call for _, call in one.parts] for rank, one in found.items()}
+
     def unlike(found: Mapping[int, Rehearsed], cut: Collection[int]) -> Iterator[str]:
-        calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
-        return differences(calls, functools.cache(lambda ranks: standing_in(ranks, [*found], coordinates)), cut=cut)
+        stands = functools.cache(lambda ranks: standing_in(ranks, [*found], coordinates))
+        return differences(calls_of(found), stands, cut=cut)
 
     with prepared(plans):
         rows = made.features.get("context_parallel")
@@ -191,14 +194,10 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
             made_by, failed = run_cast(job, cast, coordinates, {rank: one.told for rank, one in found.items()})
             if failed:
                 rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
-                before = next(unlike(made_by, made_by), "")
-                raise RuntimeError(
-                    f"rank {rank} of {job.world} fails in its rehearsal:\n{failed[rank]}"
-                    + (f"Before that, {before}" if before else "")
-                )
+                before = "".join(f"Before that, {each}" for each in islice(unlike(made_by, made_by), 1))
+                raise RuntimeError(f"rank {rank} of {job.world} fails in its rehearsal:\n{failed[rank]}{before}")
             found |= made_by
     at = {rank: one.parts[one.stands_at][1] for rank, one in found.items() if one.stands_at >= 0}
     problems = [*unlike(found, at), *standing(at)]
-    calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
-    waited = {rank: one.waited for rank, one in found.items()}
+    calls, waited = calls_of(found), {rank: one.waited for rank, one in found.items()}
     return found, problems or stuck(calls, waited=waited) or stuck(calls, waited=waited, in_order=True)

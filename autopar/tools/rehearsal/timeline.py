@@ -1,8 +1,4 @@
-"""When things happen in a training step: work and calls of ranks, played against each other under the planner's costs.
-
-Also the most bytes that a rank holds; the bytes that ranks send, by axis, within nodes and between them; and the
-events of a step for Perfetto.
-"""
+"""The time and memory of a rehearsed step: its work and calls, played at the planner's costs, and its traffic."""
 
 from __future__ import annotations
 
@@ -26,12 +22,7 @@ from autopar.tools.rehearsal.trace import Call
 
 
 class Work(NamedTuple):
-    """Work of a rank before one of its calls.
-
-    Attributes:
-        seconds: of its operations, under the planner's costs.
-        action: of the pipeline that it belongs to; "" outside of them.
-    """
+    """Work of a rank before one of its calls; ``action``: the pipeline's action that it belongs to, or ""."""
 
     seconds: float = 0.0
     action: str = ""
@@ -41,8 +32,9 @@ class Held(NamedTuple):
     """Bytes of a rank in the training step.
 
     Attributes:
-        weights: parameters and buffers; ``gradients``, ``optimizer``: behind the backward, and behind the step.
-        peak: the most that is held at one time in a later step, which finds the optimizer's states.
+        weights: The parameters and buffers.
+        gradients, optimizer: The bytes after the backward, and after the optimizer's step.
+        peak: The most bytes at one time in a later step, which finds the optimizer's states.
     """
 
     weights: int = 0
@@ -52,22 +44,17 @@ class Held(NamedTuple):
 
 
 class WorkCount:
-    """Counts the operations of a rank.
-
-    Args:
-        gpu: of the planner, whose speeds give the seconds; ``precision``: of the products.
+    """Counts the operations of a rank at a GPU's speeds, and the bytes that it holds.
 
     Attributes:
-        held: what has been seen of the states.
-        after: work behind the last call of the step; None before its end.
-        storages: what lives, and what is computed.
+        after: The work after the last call of the step; None before its end.
     """
 
     def __init__(self, gpu: Gpu, precision: str) -> None:
         self._gpu, self._precision = gpu, precision
         self.storages = Storages()
-        self._name = self._ended = ""  # of the action that runs, of one whose last work has no call behind it
-        self._uncounted = 0  # bytes of weights that lived before it counted
+        self._name = self._ended = ""  # the action that runs, and one that ended after the last call
+        self._uncounted = 0  # bytes of weights that were there before the count
         self._before_step = 0
         self.held = Held()
         self.after: Work | None = None
@@ -75,7 +62,7 @@ class WorkCount:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count what runs inside."""
-        self.storages.start_operations()
+        self.storages.operations = []
         with self.storages, FusedKernels(self.storages), listening(self._action):
             yield
 
@@ -90,18 +77,16 @@ class WorkCount:
 
     def take(self) -> Work:
         """Return the work since the last call."""
-        operations = self.storages.operations or []
-        seconds = sum(seconds_of(operation, self._gpu, self._precision) for operation in operations)
-        self.storages.start_operations()
+        operations, self.storages.operations = self.storages.operations or [], []
         action, self._ended = self._name or self._ended, ""
-        return Work(seconds, action)
+        return Work(sum(seconds_of(each, self._gpu, self._precision) for each in operations), action)
 
-    def see(self, moment: str, model: Any, optimizer: Any) -> None:
-        """Look at the states when the model is ``ready``, behind the ``backward``, and behind the ``step``."""
+    def see(self, moment: str, model: Any) -> None:
+        """Count the states when the model is ``ready``, after the ``backward``, and after the ``step``."""
         if moment == "ready":
             weights = _storages_of([*model.parameters(), *model.buffers()])
-            self._uncounted = sum(size for key, size in weights.items() if not self.storages.knows(key))
-            masters = self.storages.reset_peak() + self._uncounted - sum(weights.values())  # of half precision
+            self._uncounted = sum(size for key, size in weights.items() if key not in self.storages.numbers)
+            masters = self.storages.reset_peak() + self._uncounted - sum(weights.values())  # fp32 copies of half ones
             self.held = Held(weights=sum(weights.values()), optimizer=masters)
         elif moment == "backward":
             gradients = sum(_storages_of(p.grad for p in model.parameters()).values())
@@ -121,12 +106,12 @@ def _storages_of(tensors: Iterable[Any]) -> dict[int | None, int]:
 
 
 class Traffic(NamedTuple):
-    """Traffic of a rank over one axis in a training step.
+    """Traffic of the rank that sends most over one axis in a training step, collectives around a ring.
 
     Attributes:
-        calls: collectives and messages.
-        bytes: that the rank sends, of the rank that sends most; a collective goes around a ring.
-        between: those of them that go to another node, of the rank that sends most there.
+        calls: The number of collectives and messages.
+        bytes: The bytes that it sends.
+        between: The bytes to other nodes, of the rank that sends most there.
     """
 
     calls: int
@@ -137,17 +122,17 @@ class Traffic(NamedTuple):
 def traffic_of(
     traces: Mapping[int, Iterable[Call]], axes: Mapping[tuple[int, ...], str], gpus_per_node: int
 ) -> dict[str, Traffic]:
-    """Return the traffic by axis; integers (chosen experts, numbers of tokens) and objects are left out.
+    """Return the traffic by axis, without integers (chosen experts, numbers of tokens) and objects.
 
     Args:
-        axes: of the ranks of groups; others go by the group's name.
+        axes: The axis of each group's ranks; by default the group's name is taken.
     """
     found: dict[str, Traffic] = {}
     for rank, calls in traces.items():
         number, given, away = Counter[str](), Counter[str](), Counter[str]()
         counted = (call for call in calls if call.carries_tensors and call.kind not in ("new_group", "recv"))
-        alike = Counter((call.group, call.kind, call.peer, call.bytes) for call in counted)
-        for (group, kind, peer, size), times in alike.items():
+        equal = Counter((call.group, call.kind, call.peer, call.bytes) for call in counted)
+        for (group, kind, peer, size), times in equal.items():
             call = Call(kind, group, ((size,),), "uint8", peer=peer)
             axis, sent = axes.get(group.ranks, group.name), Group(len(group.ranks)).sent(kind, full_bytes(call)) * times
             number[axis] += times
@@ -165,7 +150,7 @@ def full_bytes(call: Call) -> int:
 
 
 def _to_others(call: Call, rank: int, gpus_per_node: int) -> float:
-    """Return the part of a call's bytes that this rank sends to another node."""
+    """Return the fraction of a call's bytes that this rank sends to other nodes."""
     ranks, node = call.group.ranks, rank // gpus_per_node
     if call.kind == "all_to_all":
         return sum(other // gpus_per_node != node for other in ranks) / max(len(ranks) - 1, 1)
@@ -174,12 +159,12 @@ def _to_others(call: Call, rank: int, gpus_per_node: int) -> float:
 
 
 class Slot(NamedTuple):
-    """A time of a rank that it works, waits or communicates; seconds.
+    """A span of a rank's time in seconds.
 
     Attributes:
-        lane: ``compute``, the axis or group that communicates, or ``wait``: for others of the group, or a message.
-        name: of the pipeline's action, or of the call.
-        where: the line that issues the call.
+        lane: ``compute``, ``wait``, or the axis or group that communicates.
+        name: The pipeline's action, or the call.
+        where: The line that issues the call.
     """
 
     start: float
@@ -191,13 +176,13 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A training step: slots by rank, in their order."""
+    """A training step: the slots of each rank in order."""
 
     slots: Mapping[int, Sequence[Slot]]
 
     @property
     def time(self) -> float:
-        """Seconds of the step."""
+        """The seconds of the step."""
         return max((row[-1].end for row in self.slots.values() if row), default=0.0)
 
     def spent(self, rank: int) -> dict[str, float]:
@@ -210,32 +195,34 @@ class Timeline:
 
 
 class _Player(Play):
-    """A play under a machine's costs, each time of a rank noted as a slot."""
+    """A play at a machine's costs that notes slots."""
 
     def __init__(
-        self, pairs: Mapping[int, Sequence[tuple[Call, Work]]], node: Node, axes: Mapping[tuple[int, ...], str]
+        self,
+        pairs: Mapping[int, Sequence[tuple[Call, Work]]],
+        after: Mapping[int, Work],
+        node: Node,
+        axes: Mapping[tuple[int, ...], str],
     ) -> None:
         super().__init__({rank: [call for call, _ in own] for rank, own in pairs.items()})
-        self.slots: dict[int, list[Slot]] = defaultdict(list)
+        self.slots: dict[int, list[Slot]] = {rank: [] for rank in pairs}
         self._works = {r: deque(work for call, work in own if call.kind != "new_group") for r, own in pairs.items()}
-        self._begun: set[int] = set()  # ranks whose work before their next call is done
         self._node, self._axes = node, axes
+        for rank, works in self._works.items():
+            works.append(after[rank])
+            self._work(rank)
 
-    def reach(self, rank: int) -> None:
-        if rank not in self._begun:
-            self._begun.add(rank)
-            self.work(rank, self._works[rank].popleft())
-
-    def work(self, rank: int, work: Work) -> None:
-        """Let a rank compute."""
+    def _work(self, rank: int) -> None:
+        """Do the work before a rank's next call, or its end."""
+        work = self._works[rank].popleft()
         self._add(rank, self.clocks[rank] + work.seconds, "compute", work.action)
 
     def through(self, rank: int, start: float, end: float) -> None:
         call = self.left[rank][0]
         self._add(rank, start, "wait", str(call), call.where)
         self._add(rank, end, self._axes.get(call.group.ranks, call.group.name), str(call), call.where)
-        self._begun.discard(rank)
         super().through(rank, start, end)
+        self._work(rank)
 
     def seconds(self, rank: int, call: Call) -> float:
         if call.control:  # numbers of the host
@@ -256,21 +243,13 @@ def play(
     node: Node,
     axes: Mapping[tuple[int, ...], str] | None = None,
 ) -> Timeline:
-    """Play the calls of the step, each waited for where it is issued; a sender does not wait.
+    """Play the calls of the step, with work before each and ``after`` them; each but a sender waits where it is issued.
 
-    Only ranks that were rehearsed are played; others of a group are there when the first of them is.
-
-    Args:
-        traces: of each rank its calls, and its work before each.
-        after: its work behind the last one.
-        node: of the planner.
-        axes: The names of groups, by their ranks.
+    Only rehearsed ranks are played; the rest of a group is there when the first of them is.
     """
-    player = _Player({rank: [*pairs] for rank, pairs in traces.items()}, node, axes or {})
+    player = _Player({rank: [*pairs] for rank, pairs in traces.items()}, after, node, axes or {})
     player.run()
-    for rank, work in after.items():
-        player.work(rank, work)
-    return Timeline({rank: player.slots[rank] for rank in traces})
+    return Timeline(player.slots)
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -279,21 +258,10 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     for rank, slots in timeline.slots.items():
         lanes = {lane: number for number, lane in enumerate(dict.fromkeys(slot.lane for slot in slots))}
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        events += [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
-            for lane, number in lanes.items()
-        ]
-        events += [
-            {
-                "ph": "X",
-                "name": slot.name or "other work",
-                "cat": slot.lane,
-                "pid": rank,
-                "tid": lanes[slot.lane],
-                "ts": slot.start * 1e6,
-                "dur": (slot.end - slot.start) * 1e6,
-                "args": {"where": slot.where} if slot.where else {},
-            }
-            for slot in slots
-        ]
+        for lane, number in lanes.items():
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
+        for start, end, lane, name, where in slots:
+            place = {"cat": lane, "pid": rank, "tid": lanes[lane], "ts": start * 1e6, "dur": (end - start) * 1e6}
+            args = {"where": where} if where else {}
+            events.append({"ph": "X", "name": name or "other work", **place, "args": args})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,9 +1,8 @@
 """Traces: the collectives and messages of a rank, in the order in which it issues them.
 
-A dispatch mode sees each one as torch's dispatcher does, this library's, FSDP2's and those of
-``DistributedDataParallel``. ``AUTOPAR_TRACE=folder`` lets each rank of a job write its own into
-``folder/rank-N.jsonl``, a line each, at once: after a hang the last line is what the rank waits in. A rehearsal
-answers them instead, and compares them between ranks.
+A dispatch mode sees every collective that passes torch's dispatcher, also FSDP2's and ``DistributedDataParallel``'s.
+``AUTOPAR_TRACE=folder`` lets each rank of a job write them into ``folder/rank-N.jsonl``, a line each, before they run:
+after a hang the last line is the one in which the rank waits. A rehearsal answers them, and compares ranks.
 """
 
 from __future__ import annotations
@@ -53,12 +52,7 @@ _OBJECTS = ("all_gather_object", "gather_object", *_LISTS)
 
 
 class Group(NamedTuple):
-    """A process group.
-
-    Attributes:
-        name: of its axis, or what else it is for.
-        ranks: global ones, in the order of the group.
-    """
+    """A process group: its axis or purpose, and its global ranks in order."""
 
     name: str
     ranks: tuple[int, ...]
@@ -69,16 +63,13 @@ class Call(NamedTuple):
 
     Attributes:
         kind: ``all_reduce``, ``send`` and the like.
-        group: over which.
-        sizes: shapes that are sent, and of what is received where that is another number of elements.
-        dtype: of the tensors.
-        splits: rows that go to each rank, and that come from each, of an all-to-all; elements, where it takes lists.
-        peer: number in the group of the root, of the receiver of ``send``, of the sender of ``recv``; -1: none.
-        tag: of a message.
-        where: the line of this library, and the nearest one outside of it and of torch.
-        control: whether numbers or objects of the CPU travel, and no tensors of the model.
-        reduction: how one number is made of those of all ranks: ``sum``.
-        batched: of a message: others go at the same time (``batch_isend_irecv``), in no order.
+        sizes: The shapes that this rank gives.
+        splits: The rows of an all-to-all to each rank, and from each; elements if it takes lists.
+        peer: The number in the group of the root, of a message's receiver or sender; -1: none.
+        where: The line of this library, and the nearest one outside of it and of torch.
+        control: A flag for numbers or objects of the CPU, in place of tensors of the model.
+        reduction: ``sum``, ``max`` and the like.
+        batched: A flag for a message of a batch without an order (``batch_isend_irecv``).
     """
 
     kind: str
@@ -95,13 +86,13 @@ class Call(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of the tensors that this rank gives."""
+        """Bytes of the tensors that this rank gives."""
         width = getattr(torch, self.dtype).itemsize if self.dtype else 0
         return sum(map(prod, self.sizes)) * width
 
     @property
     def carries_tensors(self) -> bool:
-        """Whether tensors of the model travel, maybe as bytes: no integers, and no numbers or objects of the CPU."""
+        """Whether it sends tensors of the model, maybe as bytes: no integers, and no numbers or objects of the CPU."""
         if self.control or not self.dtype:
             return False
         as_bytes = self.dtype == "uint8" and self.kind not in ("send", "recv")  # a message of bytes is a header
@@ -118,12 +109,12 @@ class Call(NamedTuple):
 
 
 class Recorder(TensorTracking):
-    """Note every collective that this thread, and the backward passes that it starts, issue inside of ``with``.
+    """Note every collective that this thread and its backward passes issue inside of ``with``.
 
     Args:
-        note: called with each call before it runs.
-        answer: carries it out instead of its backend, given the operator, its call and its arguments.
-        read: answers other operators, given the operator and its arguments; ``NotImplemented`` lets them run.
+        note: A function called with each call before it runs.
+        answer: A function of operator, call and arguments that replaces the backend.
+        read: A function of any other operator and its arguments that answers it, or returns ``NotImplemented``.
     """
 
     def __init__(
@@ -139,7 +130,7 @@ class Recorder(TensorTracking):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and in_parts(types):
-            return NotImplemented  # its own operators and collectives come here
+            return NotImplemented  # the operators and collectives that it is made of come here
         operator, kwargs = operator_of(function), kwargs or {}
         if operator is None:
             found = NotImplemented if self._read is None else self._read(function, args, kwargs)
@@ -191,17 +182,15 @@ class Recorder(TensorTracking):
         )
 
     def _group(self, group: dist.ProcessGroup) -> Group:
-        found = self._groups.get(group)
-        if found is None:
-            found = Group(name_of_group(group), tuple(dist.get_process_group_ranks(group)))
-            self._groups[group] = found
-        return found
+        if group not in self._groups:
+            self._groups[group] = Group(name_of_group(group), tuple(dist.get_process_group_ranks(group)))
+        return self._groups[group]
 
 
 def _splits(
     operator: Operator, args: tuple[Any, ...], given: list[torch.Tensor], out: list[torch.Tensor], members: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return what goes to each rank, and what comes from each; equal parts where nothing else is said."""
+    """Return the rows to each rank, and from each; equal parts by default."""
     if len(given) > 1:
         return tuple(x.numel() for x in given), tuple(x.numel() for x in out)
     named = [tuple(args[place]) for place in reversed(operator.splits)]
@@ -210,7 +199,7 @@ def _splits(
 
 
 def _issued_by(frame: Any, *names: str) -> bool:
-    """Return whether one of these functions of torch issues what is called in a frame."""
+    """Return whether a frame of torch's below one of these functions makes a call."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         if frame.f_code.co_name in names:
             return True
@@ -219,12 +208,12 @@ def _issued_by(frame: Any, *names: str) -> bool:
 
 
 def where(frame: Any) -> str:
-    """Return the nearest line of this library behind the carriers, and the nearest one outside of it and of torch."""
+    """Return the nearest line of this library above the carriers, and the nearest one outside of it and of torch."""
     ours = outside = ""
     while frame is not None and not outside:
         file, own = _file(frame.f_code.co_filename)
         if own and file.endswith("/collectives.py") and frame.f_code.co_name not in ("forward", "backward"):
-            file = ""  # a collective without autograd, which others call
+            file = ""  # a collective without autograd, called by another
         if file and not own:
             outside = f"{file}:{frame.f_lineno}"
         elif file and not ours:
@@ -236,7 +225,7 @@ def where(frame: Any) -> str:
 
 @functools.cache
 def _file(path: str) -> tuple[str, bool]:
-    """Return a file's name, and whether it is of this library; "" of those that only carry a call on."""
+    """Return a file's name, or "" for a carrier of calls, and whether it is of this library."""
     if path.startswith(OURS):
         return ("" if os.path.basename(path) in _CARRIERS else f"autopar/{path[len(OURS) :]}"), True
     carries = path.startswith((_TORCH, "<")) or path.endswith(("contextlib.py", "typing_extensions.py"))
@@ -250,9 +239,9 @@ _running: list[Recorder] = []
 
 
 def trace_from_environment() -> None:
-    """Begin to write this rank's trace into the folder of ``AUTOPAR_TRACE``; once in a process, to its end.
+    """Write this rank's trace into the folder of ``AUTOPAR_TRACE`` from now on; once in a process.
 
-    The first line says of which job it is. Attempts of an elastic job behind the first one have folders of their own.
+    The first line names the job. Later attempts of an elastic job have separate folders.
     """
     named = os.environ.get(TRACE)
     if not named or _running:
@@ -278,7 +267,7 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
     """Read the traces of a job by rank.
 
     Raises:
-        ConfigError: files of several jobs are there; a line is none.
+        ConfigError: If there are files of several jobs, or a line is malformed.
     """
     files = {int(path.stem[5:]): path for path in Path(folder).glob("rank-*.jsonl") if path.stem[5:].isdecimal()}
     found: dict[int, list[Call]] = {rank: [] for rank in sorted(files)}
@@ -294,7 +283,7 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
                     continue
                 kind, (name, ranks), sizes, dtype, splits, *rest = loaded
             except (TypeError, ValueError) as error:
-                raise ConfigError(f"{files[rank]}:{number} is no line of a trace: {line.strip()[:60]!r}") from error
+                raise ConfigError(f"{files[rank]}:{number} is not a line of a trace: {line.strip()[:60]!r}") from error
             group = Group(name, tuple(ranks))
             calls.append(Call(kind, group, tuple(map(tuple, sizes)), dtype, tuple(map(tuple, splits)), *rest))
     told = {rank: f"{job['world']} ranks" + f" (job {job['job']})" * bool(job["job"]) for rank, job in jobs.items()}
@@ -303,6 +292,6 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
         if job != jobs[first] or rank >= job["world"]:
             raise ConfigError(
                 f"{folder} has traces of several jobs: rank-{first}.jsonl of {told[first]}, rank-{rank}.jsonl of "
-                f"{told[rank]}. Remove those of the other one, or give each job a folder"
+                f"{told[rank]}. Remove one job's files, or give each job a folder"
             )
     return found
