@@ -49,7 +49,6 @@ class StepCount:
     """Counts, for every optimizer of the model, the training passes of this rank that a step of it came after.
 
     Args:
-        model: The model with the weights of this rank's stages.
         released: ``id`` of the weights of other stages, which an optimizer may hold too.
 
     Attributes:
@@ -68,11 +67,7 @@ class StepCount:
         return StepCount(copy.deepcopy(self._model, memo))
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Count the first step of ``optimizer`` after a pass; called before the step of any optimizer.
-
-        Raises:
-            ConfigError: A hook steps weights of the model inside a pass.
-        """
+        """Count the first step of ``optimizer`` after a pass; raise ConfigError for a step inside a pass."""
         if self._running and not self._stepped(optimizer).isdisjoint(map(id, self._model.parameters())):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() inside of execute_pipeline: the gradients are sums over "
@@ -132,11 +127,10 @@ Batch = TypeVar("Batch")
 
 
 class Report(NamedTuple):
-    """Facts that a rank sends to the other ranks before a pass.
+    """Facts that a rank sends to the other ranks before a pass; empty ones are not compared.
 
     Attributes:
-        batch: Digests of its arguments; not compared if empty.
-        steps: Steps of the optimizers; not compared if None.
+        batch: Digests of its arguments.
         copies: Digests of weights that other stages hold too.
         cache: True if an earlier plain call was given the KV cache; None without a cache.
     """
@@ -199,14 +193,11 @@ def read_batch(
 def compare_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], p2p: P2P, compared: bool | None
 ) -> None:
-    """Compare the tokens, masks and labels that all stages were given in a plain call.
+    """Compare the tokens, masks and labels that all stages were given in a plain call; raise ConsistencyError on all.
 
     Args:
         compared: State of the KV cache: None without a cache, or for a new one; False after the call that made it; True
             after a call that was given it.
-
-    Raises:
-        ConsistencyError: Arguments or caches differ; on all ranks of the replica.
     """
     named = given_by_name(module, args, kwargs)
     integers = {n: x for n, x in named if isinstance(x, torch.Tensor) and not x.is_floating_point()}
@@ -273,11 +264,7 @@ def _compare(said: Mapping[int, Report]) -> None:
 
 
 def digest_of(batch: Any, *, full: bool = False) -> dict[str, str]:
-    """Digest a batch: argument -> shapes and hashes of its tensors (samples of large ones), or plain values.
-
-    Args:
-        full: Hash all elements of tensors.
-    """
+    """Digest a batch: argument -> shapes and hashes of its tensors (samples of large ones), or plain values."""
     if isinstance(batch, list) and all(entry is None for entry in batch):
         return {}  # no data on this rank
     if isinstance(batch, list | tuple):

@@ -45,12 +45,7 @@ _Part = tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass
 class WeightGradients:
-    """The second half of a backward pass.
-
-    Attributes:
-        parts: Starts of the second half.
-        arrived: Gradients that arrived at nodes in the first half.
-    """
+    """The second half of a backward pass: its starts, and gradients that arrived at nodes in the first half."""
 
     parts: list[_Part]
     arrived: dict[Node, _Gradients]
@@ -61,12 +56,8 @@ def stage_backward_input(
 ) -> WeightGradients:
     """Add the gradients of ``leaves`` to their ``grad``; None stays where no root depends on a leaf.
 
-    Where the halves cannot be separated, add the weight gradients too, and leave nothing for the second half.
-
-    Args:
-        roots: Tensors to differentiate.
-        gradients: Gradients of the roots, each of its shape; None for scalar roots.
-        leaves: Leaf tensors that require gradients.
+    Where the halves cannot be separated, add the weight gradients too, and leave nothing for the second half. Without
+    ``gradients`` the roots are scalars.
     """
     if gradients is None:
         gradients = [torch.ones_like(root) for root in roots]
@@ -242,7 +233,6 @@ class Engine:
     """Runs the actions of this rank on one model.
 
     Args:
-        context: The state of the model's stage boundaries.
         tied: Weights that several stages hold.
         check: Compare batches, optimizer steps and copies of weights over the stages.
         released: ``id`` of each weight that only other stages hold.
@@ -281,14 +271,7 @@ class Engine:
             self._open, self._here = {}, {}
 
     def run(self, lists: Sequence[Sequence[Action]], step: Step) -> None:
-        """Run all actions of this rank in order, inside :meth:`one_pass`; accumulate gradients in the parameters.
-
-        Args:
-            lists: Actions of every rank.
-
-        Raises:
-            PipelineError: Another stage did not deliver, or failed at any point of the pass.
-        """
+        """Run all actions of this rank in order, inside :meth:`one_pass`; accumulate gradients in the parameters."""
         half = partial(self._backward, full=False)
         do: dict[str, Callable[..., None]]
         do = {"F": self._forward, "B": self._backward, "I": half, "W": self._backward_weight}
@@ -432,8 +415,7 @@ class Engine:
 
 
 def _described(action: Action) -> str:
-    kind, stage, microbatch = action
-    return f"stage {stage}: {_NAMES[kind]} of micro-batch {microbatch}"
+    return f"stage {action.stage}: {_NAMES[action.kind]} of micro-batch {action.microbatch}"
 
 
 def _message(kind: str, origin: int, to: int, microbatch: int) -> Message:

@@ -32,12 +32,7 @@ from autopar.policy.schema import Policy
 
 
 def next_batch(data: Any) -> dict[str, Any]:
-    """Return the batch in ``data``: itself if it is a mapping, else the next item of an iterator.
-
-    Raises:
-        ConfigError: The data is neither, or the item is not a mapping.
-        StopIteration: The iterator has ended.
-    """
+    """Return the batch in ``data``, or the next one of an iterator; raise ConfigError for anything but mappings."""
     if isinstance(data, Mapping):
         return dict(data)
     if not isinstance(data, Iterator):
@@ -54,11 +49,7 @@ def next_batch(data: Any) -> dict[str, Any]:
 
 
 def batch_size(batch: Mapping[str, Any], main_input: str) -> int:
-    """Count the samples in a batch: dim 0 of the model's main input, or of the first tensor.
-
-    Raises:
-        ConfigError: The batch has no tensor.
-    """
+    """Count the samples in a batch: dim 0 of the main input, or of the first tensor; raise ConfigError without one."""
     for name in (main_input, "input_ids", "inputs_embeds", *batch):
         value = batch.get(name)
         if isinstance(value, torch.Tensor) and value.ndim:
@@ -75,13 +66,8 @@ def split(
     an entry for each sample (:func:`_cut`). Copy all other values into each micro-batch. ``position_ids`` of several
     kinds, ``[kinds, batch, seq]``, are split in dim 1. A batch of fewer samples than ``count`` gives that many
     micro-batches of one. Images, and targets with several rows for each sample, follow their samples
-    (:func:`sample_rows`); a micro-batch without images has no argument for them.
-
-    Args:
-        config: Configuration of the model, which names the token of an image.
-
-    Raises:
-        ConfigError: Images, or entries of a list, cannot be assigned to samples.
+    (:func:`sample_rows`, which raises ConfigError where they cannot be assigned); a micro-batch without images has no
+    argument for them.
     """
     if count is not None:
         count = max(min(count, samples), 1)
@@ -118,11 +104,7 @@ def _apart(part: Any) -> Any:
 
 
 def _cut(name: str, value: Any, samples: int, part: slice, narrow: Callable[[torch.Tensor], Any]) -> Any:
-    """Return the slice of a value: entries of a list that has one for each sample, or rows of the tensors in it.
-
-    Raises:
-        ConfigError: A list of ``samples`` entries may be either.
-    """
+    """Return entries of a list with one for each sample, or rows of the tensors in it; raise if both are possible."""
     if len(range(samples)[part]) == samples or isinstance(value, ModelOutput):
         return map_tensors(value, narrow)
     if isinstance(value, dict):
@@ -183,13 +165,7 @@ def weights_of(
 
 
 def weights_over_replicas(weights: list[float], counts: list[float], replica: int) -> list[float]:
-    """Return weights with which the mean of the replicas' gradients is the gradient of the global batch.
-
-    Args:
-        weights: Weights of the micro-batches within this replica.
-        counts: Number of labels of every replica.
-        replica: Place of this replica.
-    """
+    """Return weights for replicas with these ``counts`` of labels, whose gradients are averaged with equal weights."""
     total = sum(counts)
     factor = counts[replica] * len(counts) / total if total else 1.0
     return [weight * factor for weight in weights]
@@ -240,10 +216,6 @@ _MEDIA = (
 
 def sample_rows(batch: Mapping[str, Any], samples: int, config: Any) -> dict[str, list[int]]:
     """Return, for arguments without exactly one row for each sample, the bounds of each sample's rows.
-
-    Args:
-        samples: Number of samples in the batch; more than one.
-        config: Configuration of the model; None without images.
 
     Raises:
         ConfigError: Images (videos, sounds) cannot be assigned to samples. Decided by the batch and the config only, so
@@ -315,7 +287,6 @@ def _of_each(marked: torch.Tensor, patches: Sequence[int] | None, count: int) ->
     Args:
         marked: Mask ``[samples, seq]`` of the tokens that represent a part of an image.
         patches: Patches of each image, to which its number of tokens is proportional; None if unknown.
-        count: Number of images.
     """
     tokens = marked.sum(1).tolist()
     if patches is None:
@@ -348,7 +319,6 @@ class OwnLoss:
     """Facts about the loss that a model computes.
 
     Attributes:
-        model: A Hugging Face model, or a plain module.
         kind: One of :data:`~autopar.policy.schema.LOSSES`; None if no policy names it.
     """
 
@@ -407,12 +377,9 @@ class OwnLoss:
     def reduction(self, batch: Mapping[str, Any], microbatches: int, replicas: int = 1, *, counts: bool = False) -> str:
         """Return the ``reduction`` of :func:`weights_of` for losses of micro-batches.
 
-        ``tokens`` for means over the labels that are not -100, and ``sum`` where the model divides by
-        ``num_items_in_batch``. Other losses cannot be combined: ``microbatch``, for one micro-batch.
-
-        Args:
-            replicas: Number of replicas that average gradients.
-            counts: True if the user gives ``count``.
+        ``tokens`` for means over the labels that are not -100, or over the user's ``count`` (``counts``), and ``sum``
+        where the model divides by ``num_items_in_batch``. Other losses cannot be combined: ``microbatch``, for one
+        micro-batch.
 
         Raises:
             ConfigError: Losses of several micro-batches cannot be combined, or a user-defined loss function has several
@@ -447,10 +414,7 @@ class OwnLoss:
         return "microbatch"
 
     def divides_by_items(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether the model divides a sum over labels by the batch's ``num_items_in_batch``.
-
-        As in transformers' Trainer, the signature decides for a class that no policy names.
-        """
+        """Return whether the model divides by ``num_items_in_batch``; its signature decides if no policy names it."""
         labels = batch.get("shift_labels", batch.get("labels"))
         by_number = isinstance(labels, torch.Tensor) and labels.is_floating_point()  # not a cross entropy
         given = batch.get("num_items_in_batch") is not None and not by_number
@@ -498,9 +462,9 @@ class OwnLoss:
 
 
 def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a forward with these arguments adds the auxiliary loss of routers to its loss.
+    """Return whether a forward with these arguments adds the auxiliary loss of routers.
 
-    That is not a mean over samples, so the mean over replicas differs from the loss of one process.
+    It is not a mean over samples: the mean over replicas differs from the loss of one process.
     """
     asked, config = given.get("output_router_logits"), getattr(model, "config", None)
     if asked is not None:
@@ -529,12 +493,8 @@ def loss_of(
 ) -> Any:
     """Return the loss of a micro-batch, computed by the model or by the user's ``criterion``.
 
-    Args:
-        required: Raise without a loss.
-        blocks: Names of this stage's weights of blocks, by ``id``, which the criterion may not read.
-
-    Raises:
-        ConfigError: The loss is missing, is not a tensor, or depends on weights of blocks in the criterion.
+    Raise ConfigError if it is ``required`` and missing, is not a tensor, or if the criterion reads weights of
+    ``blocks``, a mapping from ``id`` to name.
     """
     begin = next_sequence_number() if blocks else 0
     loss = loss_in(outputs) if criterion is None else criterion(outputs, inputs)

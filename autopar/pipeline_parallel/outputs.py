@@ -60,12 +60,7 @@ def unavailable(output: Any) -> tuple[str, ...]:
 
 
 class IncompleteOutput:
-    """Class before the class of an output.
-
-    Attributes:
-        _unavailable: Names of the missing entries.
-        _readable: Number of entries before the first missing one, which can be read by their place.
-    """
+    """Class before the class of an output: names of missing entries, and the number of entries before the first."""
 
     _unavailable: tuple[str, ...] = ()
     _readable = 0
@@ -105,10 +100,7 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
 
     A sample has one row, ``[samples, ...]``, or several: ``[samples * frames, width]`` of videos, router logits
     ``[samples * seq, experts]``, or a row for each image. A table that is equal in all micro-batches stays as it is.
-
-    Args:
-        sizes: Number of samples in each micro-batch.
-        weights: Weight of each micro-batch in an average (of losses).
+    ``sizes`` are the numbers of samples, ``weights`` the factors of an average (of losses).
     """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
@@ -187,9 +179,8 @@ def record_length(
 ) -> None:
     """Extend the layer of a block of another rank by the length of this call.
 
-    Args:
-        args, kwargs: Arguments of the block; hidden states are ``[batch, seq, width]``, or ``[seq, batch, width]``.
-        tokens: Tokens of the model's call, ``[batch, seq]``, for hidden states of several streams, or with time first.
+    The block's hidden states are ``[batch, seq, width]``, or ``[seq, batch, width]``. ``tokens`` of the model's call,
+    ``[batch, seq]``, decide for several streams, or for time first.
     """
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
     index = _layer_index(block)
@@ -249,8 +240,7 @@ _VALUELESS = frozenset(
 class Provenance(TensorTracking):
     """Dispatch mode that maps each tensor to the names of the marked tensors from which it was computed.
 
-    Attributes:
-        read_by_control_flow: Names whose values decided which code ran.
+    ``read_by_control_flow`` holds the names whose values decided which code ran.
     """
 
     def __init__(self) -> None:
@@ -309,11 +299,8 @@ def examine(
     """Run a stage and follow tensors computed from placeholders, and from outputs that it did not receive.
 
     Returns:
-        The result of the stage's forward; names of the placeholders that it depends on, or of outputs ("the output of
-        ..."); and entries of the last stage's result that alone depend on placeholders.
-
-    Raises:
-        UnsupportedModelError: The model writes in place into outputs of blocks.
+        The result; names of the placeholders that it depends on, or of outputs ("the output of ..."); and entries of
+        the last stage's result that alone depend on placeholders.
     """
     kept = copy_caches(args, kwargs)
     state = Generators.now()

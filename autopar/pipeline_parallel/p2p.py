@@ -121,14 +121,8 @@ class P2P(NotCopied):
 
     A failed step leaves messages that no later receive may take, so messages of earlier passes are dropped. On gloo
     tags keep messages apart. nccl has no tags, and a send there waits for the sends before it, so each direction
-    (outputs or gradients, up or down: in a V outputs go both ways) has a group.
-
-    Args:
-        failures: The log of all ranks. A receive that gives up closes all connections of its group, so the reason of
-            a failure is published there.
-
-    Attributes:
-        peers: Places of the other ranks on the axis.
+    (outputs or gradients, up or down: in a V outputs go both ways) has a group. A receive that gives up closes all
+    connections of its group, so the reason of a failure is published in ``failures``.
     """
 
     def __init__(self, mpu: MPU, failures: FailureLog) -> None:
@@ -154,10 +148,7 @@ class P2P(NotCopied):
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Begin a pass, on every rank, and end the waits of the other ranks after an error inside.
-
-        Collectives inside wait at most ``pipeline.timeout``, and every error is published.
-        """
+        """Begin a pass, on every rank; in it, limit the waits of collectives, and send and publish every error."""
         self._pass += 1
         self._all_know = False
         self.failures.clear()
@@ -200,11 +191,7 @@ class P2P(NotCopied):
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, value: Any, to: int, message: Message, label: tuple[int, int] | None = None) -> None:
-        """Send ``value`` to place ``to`` of the axis, without waiting.
-
-        Args:
-            label: The receiver's place and turn, for :meth:`release`.
-        """
+        """Send ``value`` to place ``to`` of the axis, without waiting, with the ``label`` of :meth:`release`."""
         packed, peer = io.BytesIO(), self.axis.ranks[to]
         pickler = _Pickler(packed)
         pickler.dump(value)
@@ -266,10 +253,7 @@ class P2P(NotCopied):
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def receive(self, origin: int, message: Message, cache: Any = None) -> Any:
-        """Receive a value from place ``origin`` of the axis.
-
-        Args:
-            cache: The KV cache to put in place of the sender's.
+        """Receive a value from place ``origin`` of the axis, with ``cache`` in place of the sender's KV cache.
 
         Raises:
             PipelineError: Nothing came in time, the sender failed, or its process ended.

@@ -85,11 +85,7 @@ def detach(model: nn.Module) -> None:
 
 
 def pipeline_of(model: nn.Module) -> Pipeline:
-    """Return the stages of a parallelized model on this rank.
-
-    Raises:
-        ConfigError: The model is not parallelized.
-    """
+    """Return the stages of a parallelized model on this rank; raise ConfigError for another model."""
     state = vars(model).get("_autopar")
     if state is None:
         raise not_parallelized(model)
@@ -185,7 +181,6 @@ class Pipeline:
     Args:
         model: The model with all blocks (already sharded by tensor parallelism); changed in place.
         inner: The Hugging Face model in it, or a plain module.
-        loss: Facts about the model's own loss.
         check: Compare batches, optimizer steps and copies of weights over the stages.
     """
 
@@ -215,6 +210,7 @@ class Pipeline:
         released = self.released.parameters
         self.engine = Engine(model, self.context, plan, self.p2p, self.tied, check=check, released=released)
         self.loss, self.main_input = loss, getattr(inner, "main_input_name", "")
+        self.last = plan.rank_of[-1] == mpu.pp.rank  # whether this rank holds the last stage
         self.averages = True  # gradients over dp, at the end of a training pass
         self.unaveraged = False  # whether the last pass left that to a later one
         self._warned = False  # of replicas with different numbers of labels and equal weights
@@ -393,11 +389,6 @@ class Pipeline:
             result.outputs = outputs.incomplete(merged, step.unavailable)
         return result
 
-    @property
-    def last(self) -> bool:
-        """Check whether this rank holds the last stage."""
-        return self.plan.rank_of[-1] == self.mpu.pp.rank
-
 
 def _weights(shares: list[float], counts: list[float], replica: int) -> list[float]:
     """Return the factors of losses; without a label anywhere NaN is differentiated, as in one process."""
@@ -441,11 +432,8 @@ def call_through_stages(
 ) -> Any:
     """Return the result of ``module(*args, **kwargs)`` on the full model, on every rank; without gradients.
 
-    Every rank calls it with the same arguments. A KV cache holds this rank's layers only.
-
-    Args:
-        module: The model, or a model inside it (an encoder by itself).
-        span: The first of its elements, and the one after its last.
+    Every rank calls it with the same arguments. A KV cache holds this rank's layers only. ``span`` is the first element
+    of the module, and the one after its last.
 
     Raises:
         ConfigError: A KV cache was given, and ranks have several stages.

@@ -129,13 +129,10 @@ def _interleaved(rank: int, ranks: int, chunks: int, microbatches: int) -> list[
 
 
 def _zbv(rank: int, ranks: int, microbatches: int) -> _Slots:
-    """The V of "Pipeline Parallelism with Controllable Memory" (Qi et al., 2024): ``down`` and ``up`` again.
+    """The V of "Pipeline Parallelism with Controllable Memory" (Qi et al., 2024): 2 * ranks - 1 micro-batches or more.
 
     Backwards are split, so that the gradient of the input comes early. In the middle each stage's forward is followed
-    by a backward of the other one; at the end the gradients of weights that were kept back fill the time.
-
-    Args:
-        microbatches: Number of micro-batches, at least 2 * ranks - 1.
+    by a backward of the other stage; at the end the delayed gradients of weights fill the time.
     """
     down, up = rank, 2 * ranks - 1 - rank
     behind = ranks - rank  # ranks from this one to the turn of the V
@@ -152,14 +149,11 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> _Slots:
 
 
 def _dualpipev(rank: int, ranks: int, microbatches: int) -> _Slots:
-    """DualPipe (arXiv 2412.19437, 3.2.1) in half: the stages of a V, ``down`` and ``up`` again.
+    """DualPipe (arXiv 2412.19437, 3.2.1) in half, on the stages of a V, for at least 2 * ranks micro-batches.
 
     In the middle the rank alternates a forward of one stage and a backward of the other. The paper overlaps such a
     pair; here they run in sequence, with the order and memory of the schedule. Backwards are split only where other
     ranks would wait for the gradient of the input: first, and in the second half of the end.
-
-    Args:
-        microbatches: Number of micro-batches, at least 2 * ranks.
     """
     down, up = rank, 2 * ranks - 1 - rank
     behind, here = ranks - 1 - rank, rank + 1  # ranks nearer to the turn of the V; this one and those before it

@@ -41,12 +41,7 @@ from autopar.swap import swap, unswap
 
 
 class StageOutput(NamedTuple):
-    """Output of one stage, and input of the next.
-
-    Attributes:
-        output: Output of the last element, exactly as returned.
-        encoder: Output of the encoder, for the stages after it; None before.
-    """
+    """Output of one stage, and input of the next: of its last element, exactly as returned, and of the encoder."""
 
     output: Any
     encoder: Any = None
@@ -84,11 +79,7 @@ class StageContext:
 
 
 class Streams:
-    """The random streams of one micro-batch.
-
-    Args:
-        seed: Seed of the pass; None leaves the generators as they are.
-    """
+    """The random streams of one micro-batch; without a seed, the generators as they are."""
 
     def __init__(self, seed: int | None, stages: int, microbatch: int = 0) -> None:
         self.stages = stages
@@ -118,15 +109,12 @@ class StageForward:
         bounds: The first of its elements, and the one after its last.
         last: True if it returns the model's result.
         streams: Random streams; by default the generators as they are.
-        stage: Number of its stream.
 
     Attributes:
         provenance: The dispatch mode while a forward is examined: then only ``source``, the element before the stage,
             returns the received output, and earlier ones a marked copy.
-        reached: True after the first call of an element.
         before: Earlier blocks that were called.
         cache: KV cache of the model's blocks.
-        tokens: Tokens of the model's call.
         loss: Loss of the last stage's result.
     """
 
@@ -266,8 +254,7 @@ def run_stage(
 ) -> Any:
     """Run the forward of one stage; return its :class:`StageOutput`, or on the last stage the model's result.
 
-    Args:
-        finish: Function of the model's result on the last stage, which sets ``forward.loss``.
+    There ``finish`` computes ``forward.loss`` from it.
 
     Raises:
         UnsupportedModelError: The result depends on another stage's tensors, at the first call of its kind (with an

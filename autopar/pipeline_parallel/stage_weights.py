@@ -37,7 +37,6 @@ class ReleasedWeights:
 
     Attributes:
         parameters: Parameters by id, empty while they are released.
-        placeholders: Name -> placeholder.
         orders: Modules with all their earlier parameters, in order.
         buffers: Module, name in it, full name, tensor.
         emptied: Hugging Face models without a parameter left.
@@ -59,7 +58,7 @@ class ReleasedWeights:
         return copied
 
     def halve(self, dtype: torch.dtype, stays_fp32: Callable[[str], bool]) -> None:
-        """Set the dtype of placeholders to that on the stages that hold the tensors; the objects stay.
+        """Set the dtype of placeholders to that on the stages that hold the tensors.
 
         Tensors that the model's code derives from them (rotary tables, masks) then have the dtype of the full model.
         """
@@ -233,11 +232,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Skip a write into a placeholder.
-
-        Raises:
-            UnsupportedModelError: Code after a block writes, which the stage that holds the weight does not run.
-        """
+        """Skip a write into a placeholder; raise UnsupportedModelError for one by code after a block."""
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("tensor")  # functions of nn.init give it by name
         if isinstance(first, Placeholder) and _writes(func):
