@@ -149,7 +149,9 @@ def step_chart(result: Result) -> str:
 
 def pipeline_chart(result: Result) -> str:
     """Draw the share of the textbook's efficiency that each schedule reaches."""
-    groups = {row["schedule"]: {"of m / (m + p - 1)": row["of textbook"]} for row in result["rows"]}
+    groups = {
+        row["schedule"]: {"of m / (m + p - 1)": row["of textbook"]} for row in result["rows"] if "of textbook" in row
+    }
     return bar_chart("Pipeline over 2 ranks", groups, "share of the textbook's m / (m + p - 1)", 1.0)
 
 

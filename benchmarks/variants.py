@@ -134,6 +134,48 @@ def dtensor(plain: Any, world: int, *, whole_logits: bool = False) -> Made | Mis
     return Made(model, loss)
 
 
+class _LlamaStage(torch.nn.Module):
+    """Blocks of a Llama from ``start`` up to ``stop``, the first stage with the embedding, the last with the head."""
+
+    def __init__(self, plain: Any, start: int, stop: int) -> None:
+        super().__init__()
+        last = stop == len(plain.model.layers)
+        self.embedding = None if start else plain.model.embed_tokens
+        self.layers, self.rotary = plain.model.layers[start:stop], plain.model.rotary_emb
+        self.head = torch.nn.Sequential(plain.model.norm, plain.lm_head) if last else torch.nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden if self.embedding is None else self.embedding(hidden)
+        positions = torch.arange(hidden.shape[1])[None]
+        angles = self.rotary(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=angles)
+        return self.head(hidden)
+
+
+def torch_pipelining(plain: Any, ids: torch.Tensor, microbatches: int) -> Callable[[], None]:
+    """Return a step of a Llama by ``torch.distributed.pipelining``: 1F1B over all ranks, and AdamW."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    bounds = [len(plain.model.layers) * place // world for place in range(world + 1)]
+    module = _LlamaStage(copy.deepcopy(plain), bounds[rank], bounds[rank + 1])
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    stage = PipelineStage(module, rank, world, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss)
+
+    def step() -> None:
+        schedule.step(*([ids] if rank == 0 else []), **({"target": ids} if rank == world - 1 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def transformers_model(plain: Any, world: int) -> Made | Missing:
     """Parallelize by transformers' ``tp_plan``: needs accelerate, and a plan for the model."""
     from transformers import AutoModelForCausalLM

@@ -1,18 +1,19 @@
 """The engine runs a schedule: forwards and backwards of this rank's stages, and the messages between them.
 
-[Note: split backward] A split schedule computes first the gradients of what a stage received, later those of its
-weights. The nodes of the graph from which something received can be reached are *on the way*. The first half runs along
-them and notes the gradients that arrive at those with an edge to the side, to weights. The second half runs from there.
-Edges that hang together by nodes beside the way (a weight that is used in several places, a table that all blocks add)
-are one part of it, so that every gradient is counted once. A node with an edge to each side runs in both halves: a
-function written in Python may use up what it saved, so with one of those the first half is the full backward, unless
-that function says that it ``keeps_nothing``. Hooks of tensors on the way may run twice.
+[Note: split backward] A split schedule computes the gradients of a stage's inputs first, and weight gradients
+later. Graph nodes from which an input can be reached are *on the way*. The first half runs along them and records the
+gradients that arrive at nodes with an edge to the side, to weights. The second half starts from there. Edges connected
+by nodes off the way (a weight that is used in several places, a table that all blocks add) form one part, so that every
+gradient is counted once. A node with an edge to each side runs in both halves. A function written in Python may free
+its saved tensors, so with one of those the first half is the full backward, unless the function declares that it
+``keeps_nothing``. Hooks of tensors on the way may run twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,30 +39,25 @@ from autopar.plan.stages import StagePlan
 _Gradients = tuple[torch.Tensor | None, ...]
 
 
+_Part = tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]
+"""Edges, their gradients, and the weights that they reach."""
+
+
 @dataclass
 class WeightGradients:
-    """The second half of a backward pass, which is still to run.
+    """The second half of a backward pass: its starts, and gradients that arrived at nodes in the first half."""
 
-    Attributes:
-        parts: edges from which it starts, their gradients, and the weights that it reaches.
-        arrived: gradients that arrived at nodes in the first half.
-    """
-
-    parts: list[tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]]
+    parts: list[_Part]
     arrived: dict[Node, _Gradients]
 
 
 def stage_backward_input(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None, leaves: Sequence[torch.Tensor]
 ) -> WeightGradients:
-    """Add the gradients of ``leaves`` to their ``grad``; None stays where no root depends on one.
+    """Add the gradients of ``leaves`` to their ``grad``; None stays where no root depends on a leaf.
 
-    Where the halves cannot be told apart also those of the weights, and nothing is left for the second half.
-
-    Args:
-        roots: what is differentiated.
-        gradients: of the roots, each of its shape; None: the roots are scalars.
-        leaves: tensors that require gradients and were not computed from others.
+    Where the halves cannot be separated, add the weight gradients too, and leave nothing for the second half. Without
+    ``gradients`` the roots are scalars.
     """
     if gradients is None:
         gradients = [torch.ones_like(root) for root in roots]
@@ -71,31 +67,24 @@ def stage_backward_input(
         torch.autograd.backward(roots, gradients)
         return WeightGradients([], {})
     arrived: dict[Node, _Gradients] = {}
-
-    def note(node: Node) -> Callable[..., None]:
-        def hook(arriving: _Gradients) -> None:
-            arrived[node] = arriving
-
-        return hook
-
-    handles = [node.register_prehook(note(node)) for node in starts]
-    try:
-        along = [place for place, edge in enumerate(edges) if edge.node in on_way]
-        if along:
-            found = torch.autograd.grad(
+    along = [place for place, edge in enumerate(edges) if edge.node in on_way]
+    with contextlib.ExitStack() as hooks:
+        for node in starts:
+            hooks.callback(node.register_prehook(partial(arrived.__setitem__, node)).remove)
+        found = (
+            torch.autograd.grad(
                 [roots[place] for place in along],
                 list(leaves),
                 [gradients[place] for place in along],
                 retain_graph=True,
                 allow_unused=True,
             )
-            for leaf, gradient in zip(leaves, found, strict=True):
-                if gradient is not None:
-                    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-    finally:
-        for handle in handles:
-            handle.remove()
-
+            if along
+            else ()
+        )
+    for leaf, gradient in zip(leaves, found, strict=False):
+        if gradient is not None:
+            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
     sources = [
         (GradientEdge(node, number), gradient)
         for node, arriving in arrived.items()
@@ -107,24 +96,22 @@ def stage_backward_input(
 
 
 def stage_backward_weight(rest: WeightGradients) -> None:
-    """Add the gradients of the weights to their ``grad``. Once for each :func:`stage_backward_input`."""
+    """Add the gradients of the weights to their ``grad``, once after each :func:`stage_backward_input`."""
     while rest.parts:
         edges, gradients, weights = rest.parts.pop()
-        # From one node of a part the way may lead to another one, where the gradients have arrived already.
-        nodes = {edge.node for edge in edges} & rest.arrived.keys()
-        handles = [node.register_prehook(partial(lambda arrived, _: arrived, rest.arrived[node])) for node in nodes]
-        try:
+        with contextlib.ExitStack() as hooks:
+            # From one node of a part the way may lead to another one, where the gradients have arrived already.
+            for node in {edge.node for edge in edges} & rest.arrived.keys():
+                earlier = partial(lambda arrived, _: arrived, rest.arrived[node])
+                hooks.callback(node.register_prehook(earlier).remove)
             torch.autograd.backward(edges, gradients, retain_graph=True, inputs=weights)
-        finally:
-            for handle in handles:
-                handle.remove()
     rest.arrived.clear()
 
 
 def way(
     edges: Sequence[GradientEdge], leaves: Sequence[torch.Tensor]
 ) -> tuple[dict[Node, list[Node]], set[Node], list[Node]]:
-    """Return the graph, its nodes on the way to ``leaves``, and those of them that have an edge to the side."""
+    """Return the graph, its nodes on the way to ``leaves``, and the nodes among these with an edge to the side."""
     entries = {get_gradient_edge(leaf).node for leaf in leaves}
     graph = nodes(edge.node for edge in edges)
     on_way: set[Node] = set()
@@ -135,12 +122,12 @@ def way(
 
 
 def runs_once(node: Node) -> bool:
-    """Return whether a node may use up what its function saved."""
+    """Return whether a node may free what its function saved."""
     return isinstance(node, BackwardCFunction) and not getattr(forward_class(node), "keeps_nothing", False)
 
 
 def nodes(starts: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Return every node that can be reached, with the next ones; these come before it."""
+    """Return every reachable node -> its next nodes, which come before it."""
     found: dict[Node, list[Node]] = {}
     opened: dict[Node, list[Node]] = {}
     todo = list(starts)
@@ -159,8 +146,8 @@ def nodes(starts: Iterable[Node]) -> dict[Node, list[Node]]:
 
 def _parts(
     graph: dict[Node, list[Node]], on_way: set[Node], sources: list[tuple[GradientEdge, torch.Tensor]]
-) -> list[tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]]:
-    """Sources that lead to the same weights together; all parts of several sources in one, which walks the way once."""
+) -> list[_Part]:
+    """Group sources by the weights that they reach; join all parts of several sources, which walk the way once."""
     heads: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:
@@ -176,7 +163,7 @@ def _parts(
     for node in graph:
         if node not in on_way and node.name() == "torch::autograd::AccumulateGrad":
             weights.setdefault(head(node), []).append(node.variable)  # type: ignore[attr-defined]
-    parts: dict[Node, tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]] = {}
+    parts: dict[Node, _Part] = {}
     for edge, gradient in sources:
         if (at := head(edge.node)) in weights:
             part = parts.setdefault(at, ([], [], weights[at]))
@@ -194,22 +181,23 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward to its input", "W": "b
 
 @dataclass
 class Step:
-    """Work of one pass of a schedule, and its results.
+    """Work and results of one pass of a schedule.
 
     Attributes:
-        microbatches: arguments of the model, one dict each.
-        weights: how much the loss of each counts in what is differentiated.
-        loss_of: ``(outputs, inputs) -> loss``; None where no loss is wanted.
-        scale: applied to what is differentiated (fp16 loss scaling).
-        shares: how much the loss of each counts in that of the replica's batch.
-        call: what is called with a micro-batch; None: the model.
-        together: whether the replicas run collectives in a backward (ZeRO 2 and 3, experts), so that each runs it.
-        required: whether some loss must require a gradient.
-        penalty: of parameters, added to the loss of the batch.
-        before_last: called with a stage before its last backward of the pass.
-        losses, outputs: per micro-batch, filled on the last stage.
-        penalties: of this stage's parameters.
-        unavailable: entries that the outputs lack there.
+        microbatches: Arguments of the model, one dict for each micro-batch.
+        weights: Factor of each micro-batch's loss in the backward.
+        loss_of: ``(outputs, inputs) -> loss``; None without a loss.
+        scale: Function of each weighted loss (fp16 loss scaling).
+        shares: Factor of each micro-batch's loss in the loss of the replica's batch.
+        call: Callable for a micro-batch; None for the model.
+        defaults: Arguments of each micro-batch that does not give them.
+        together: True if replicas run collectives in a backward (ZeRO 2 and 3, experts), so that each must run it.
+        required: True if some loss must require a gradient.
+        penalty: Function of parameters, added to the loss of the batch.
+        before_last_backward: Function of a stage, called before the last action that adds to its weights' gradients.
+        losses, outputs: Results per micro-batch, on the last stage.
+        penalties: Penalty of this stage's parameters.
+        unavailable: Entries that the outputs lack there.
     """
 
     microbatches: list[dict[str, Any]]
@@ -220,10 +208,11 @@ class Step:
     backward: bool = True
     shares: list[float] = field(default_factory=list)
     call: Callable[..., Any] | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
     together: bool = False
     required: bool = False
     penalty: Callable[[dict[str, nn.Parameter]], Any] | None = None
-    before_last: Callable[[int | None], None] | None = None
+    before_last_backward: Callable[[int], None] | None = None
     penalties: torch.Tensor | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -232,11 +221,11 @@ class Step:
 
 @dataclass
 class _OpenForward:
-    """A forward whose backward is still to come: tensors received, tensors sent or differentiated, their gradients."""
+    """A forward that waits for its backward: tensors received, tensors sent or differentiated, their gradients."""
 
     leaves: list[torch.Tensor]
     roots: list[torch.Tensor]
-    gradients: list[torch.Tensor | None] | None = None
+    gradients: list[torch.Tensor] | None = None
     rest: WeightGradients | None = None
 
 
@@ -244,12 +233,9 @@ class Engine:
     """Runs the actions of this rank on one model.
 
     Args:
-        model: what is called with a micro-batch.
-        context: of its stage boundaries.
-        plan: its stages.
-        tied: weights that several stages hold.
-        check: compare batches, optimizer steps and copies of weights over the stages.
-        released: ``id`` of the weights of other stages.
+        tied: Weights that several stages hold.
+        check: Compare batches, optimizer steps and copies of weights over the stages.
+        released: ``id`` of each weight that only other stages hold.
     """
 
     def __init__(
@@ -266,7 +252,7 @@ class Engine:
         self.model, self.context, self.plan, self.p2p, self.tied = model, context, plan, p2p, tied
         self.rank = p2p.axis.rank
         self.steps = StepCount(model, released) if check and plan.ranks > 1 else None
-        self._passes = 0
+        self._passes = Counter[bool]()  # with backward, and without
         self._seed: int | None = None  # of this pass
         self._recomputes = False  # activations, in this pass's backward
         self._open: dict[tuple[int, int], _OpenForward] = {}
@@ -275,7 +261,7 @@ class Engine:
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Begin a pass, on every rank: the batch is read and compared inside, actions run, gradients are averaged."""
+        """Begin a pass, on every rank: read and compare the batch, run actions and average gradients inside."""
         try:
             with self.p2p.one_pass():
                 yield
@@ -285,24 +271,22 @@ class Engine:
             self._open, self._here = {}, {}
 
     def run(self, lists: Sequence[Sequence[Action]], step: Step) -> None:
-        """Do all actions of this rank in order, inside :meth:`one_pass`; gradients are accumulated in the parameters.
-
-        Args:
-            lists: every rank's actions.
-
-        Raises:
-            PipelineError: another stage did not deliver, or failed at any point of the pass.
-        """
-        do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
-        self._turn = {action: turn for row in lists for turn, action in enumerate(row)}
+        """Run all actions of this rank in order, inside :meth:`one_pass`; accumulate gradients in the parameters."""
+        half = partial(self._backward, full=False)
+        do: dict[str, Callable[..., None]]
+        do = {"F": self._forward, "B": self._backward, "I": half, "W": self._backward_weight}
         self._recomputes = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+        self._turn = {action: turn for row in lists for turn, action in enumerate(row)}
         with base_seed(self.plan.stages > 1 and self.model.training) as self._seed:
-            last = {action.stage: action for action in lists[self.rank] if action.kind != "F"}
+            failures, ready = self.p2p.failures, step.before_last_backward
+            last = {action.stage: action for action in lists[self.rank] if action.kind in "BW"}
             for action in lists[self.rank]:
-                if step.before_last is not None and action == last.get(action.stage):
-                    step.before_last(action.stage)
-                with self._blame(action), record(_described, action):
-                    do[action.kind](action.stage, action.microbatch, step)
+                kind, stage, microbatch = action
+                collective = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"
+                if ready is not None and action == last[stage]:
+                    ready(stage)
+                with failures.blame(collective, failures.mpu.tp_cp.ranks), record(_described, action):
+                    do[kind](stage, microbatch, step)
             if step.required and step.losses:
                 raise ConfigError(
                     "the loss of the batch does not require a gradient, expected a trained weight that it depends on\n"
@@ -310,26 +294,17 @@ class Engine:
                 )
             self.p2p.end_actions()
 
-    def report(self, batch: Any, microbatches: int, *, backward: bool, whole: bool) -> Report:
-        """Return what all stages compare before a pass.
-
-        Args:
-            whole: hash the batch whole.
-        """
+    def report(self, batch: Any, microbatches: int, *, backward: bool) -> Report:
+        """Return the facts that all stages compare before a pass; hash the first batch of each mode in full."""
         if self.steps is None:
             return Report({})
-        digests = digest_of(batch, whole=whole)
+        digests = digest_of(batch, full=not self._passes[backward])
         if digests:
             digests["number of micro-batches"] = str(microbatches)
-        number, self._passes = self._passes, self._passes + 1
+        number = self._passes.total()
+        self._passes[backward] += 1
         copies = self.tied.digests() if number < _FIRST or number % _EVERY == 0 else {}
         return Report(digests, self.steps.begin_pass(microbatches * backward), copies)
-
-    def _blame(self, action: Action) -> Any:
-        kind, stage, microbatch = action
-        failures = self.p2p.failures
-        collective = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"
-        return failures.blame(collective, failures.mpu.tp_cp.ranks)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -337,7 +312,7 @@ class Engine:
         plan = self.plan
         leaves: list[torch.Tensor] = []
         received: StageOutput | None = None
-        seed = self._seed  # the first stage's counts: all draw alike in front of the blocks
+        seed = self._seed  # the first stage's counts: before the blocks all stages draw the same numbers
         if stage > 0:
             received, seed = self._receive("F", stage - 1, stage, microbatch)
             if step.backward:
@@ -349,7 +324,7 @@ class Engine:
         loss_of = step.loss_of
         finish = None if loss_of is None else (lambda outputs: loss_of(outputs, inputs))
         with torch.set_grad_enabled(step.backward):
-            result = run_stage(forward, step.call or self.model, (), dict(inputs), finish)
+            result = run_stage(forward, step.call or self.model, (), step.defaults | inputs, finish)
         roots: list[torch.Tensor] = []
         if last:
             roots = self._finish(result, forward.loss, microbatch, step)
@@ -360,7 +335,7 @@ class Engine:
             self._open[stage, microbatch] = _OpenForward(leaves, roots)
 
     def _finish(self, result: Any, loss: Any, microbatch: int, step: Step) -> list[torch.Tensor]:
-        """The last stage's loss, as what is differentiated; nothing if no label of the micro-batch counts."""
+        """Return the loss to differentiate on the last stage; nothing if no label of the micro-batch counts."""
         roots: list[torch.Tensor] = []
         if loss is not None:
             step.losses[microbatch] = loss.detach()
@@ -384,40 +359,27 @@ class Engine:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _incoming(self, stage: int, microbatch: int) -> _OpenForward:
-        """The open forward, with the gradients of its roots; roots without one are left out."""
+    def _backward(self, stage: int, microbatch: int, step: Step, *, full: bool = True) -> None:
+        """Compute the gradients of the stage's inputs, and of its weights if ``full``.
+
+        Otherwise the first stage leaves its full backward to ``W``. Where activations are recomputed, run the full
+        backward here, since each half would recompute them.
+        """
         opened = self._open[stage, microbatch]
         if stage < self.plan.stages - 1:
             gradients = self._receive("B", stage + 1, stage, microbatch)
             pairs = [(r, g) for r, g in zip(opened.roots, gradients, strict=True) if g is not None]
-            opened.roots = [root for root, _ in pairs]
-            opened.gradients = [gradient for _, gradient in pairs]
-        return opened
-
-    def _outgoing(self, stage: int, microbatch: int, opened: _OpenForward) -> None:
-        if stage > 0:
-            self._send("B", stage, stage - 1, microbatch, [leaf.grad for leaf in opened.leaves])
-
-    def _backward(self, stage: int, microbatch: int, step: Step) -> None:
-        opened = self._incoming(stage, microbatch)
-        if opened.roots:
-            torch.autograd.backward(opened.roots, opened.gradients)
-        self._outgoing(stage, microbatch, opened)
-        del self._open[stage, microbatch]
-
-    def _backward_input(self, stage: int, microbatch: int, step: Step) -> None:
-        """Only the gradient of what the stage received; the first stage has none, its whole backward is ``W``.
-
-        Where activations are recomputed it is the whole backward: its halves would recompute them once more each.
-        """
-        opened = self._incoming(stage, microbatch)
-        if opened.roots and self._recomputes:
+            opened.roots, opened.gradients = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+        if opened.roots and (full or self._recomputes):
             torch.autograd.backward(opened.roots, opened.gradients)
             opened.roots = []
         elif opened.roots and opened.leaves:
-            opened.rest = stage_backward_input(opened.roots, opened.gradients, opened.leaves)  # type: ignore[arg-type]
+            opened.rest = stage_backward_input(opened.roots, opened.gradients, opened.leaves)
             opened.roots = []
-        self._outgoing(stage, microbatch, opened)
+        if stage > 0:
+            self._send("B", stage, stage - 1, microbatch, [leaf.grad for leaf in opened.leaves])
+        if full:
+            del self._open[stage, microbatch]
 
     def _backward_weight(self, stage: int, microbatch: int, step: Step) -> None:
         opened = self._open.pop((stage, microbatch))
@@ -443,18 +405,17 @@ class Engine:
         message = _message(kind, origin, stage, microbatch)
         with record("receive: {0.name}".format, message):
             value = self.p2p.receive(place, message)
-        self.p2p.release(place, self._turn_of(kind, origin, microbatch))  # what that rank received before this
+        self.p2p.release(place, self._turn_of(kind, origin, microbatch))  # messages that rank received before this
         return value
 
     def _turn_of(self, kind: str, stage: int, microbatch: int) -> int:
-        """The number of an action in its rank's list; a backward may be split."""
+        """Return the number of an action in its rank's list; a backward may be split."""
         split = Action("I", stage, microbatch)
         return self._turn[split if kind == "B" and split in self._turn else Action(kind, stage, microbatch)]
 
 
 def _described(action: Action) -> str:
-    kind, stage, microbatch = action
-    return f"stage {stage}: {_NAMES[kind]} of micro-batch {microbatch}"
+    return f"stage {action.stage}: {_NAMES[action.kind]} of micro-batch {action.microbatch}"
 
 
 def _message(kind: str, origin: int, to: int, microbatch: int) -> Message:
@@ -464,13 +425,12 @@ def _message(kind: str, origin: int, to: int, microbatch: int) -> Message:
 
 
 def _entering(tensor: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
-    """A received tensor for the model's use, which may work in place on it: no leaf. The leaf keeps no memory."""
+    """Return a received tensor for the model, which may write into it: no leaf. The leaf keeps no memory."""
     if not tensor.requires_grad:
         return tensor
-    leaf = tensor
-    leaves.append(leaf)
-    inside = leaf.clone()
-    leaf.data = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+    leaves.append(tensor)
+    inside = tensor.clone()
+    tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     return inside
 
 

@@ -1,10 +1,10 @@
-"""Micro-batches: split a batch; the loss of each, over what it is a mean, and how losses add up.
+"""Micro-batches: split a batch, and weight the loss of each part.
 
-[Note: rows of samples] A tensor of the batch has one row of each sample, mostly. Targets may have several (channels of
-sound: ``labels [samples * channels, seq]``). Images, videos and sounds beside text are listed for the whole batch, a
-sample has some of them or none: ``pixel_values [images, ...]``, or patches of all of them in a row, ``pixel_values
-[patches, width]`` with ``image_grid_thw [images, 3]``. Whose they are is told by the tokens that stand for them in
-``input_ids``: what cannot be told is not split.
+[Note: rows of samples] Most tensors of a batch have one row for each sample. Targets may have several (channels of
+sound: ``labels [samples * channels, seq]``). Images, videos and sounds next to text are listed for the full batch, and
+a sample may have none or several: ``pixel_values [images, ...]``, or patches of all images in a row, ``pixel_values
+[patches, width]`` with ``image_grid_thw [images, 3]``. The tokens that represent them in ``input_ids`` assign them to
+samples; without such tokens they are not split.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import (
-    LOSS_MAPPING,
-    ForCausalLMLoss,
-    ForMaskedLMLoss,
-    ForSequenceClassificationLoss,
-    ForTokenClassification,
-)
+from transformers.loss import loss_utils
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.utils.generic import ModelOutput
 
 from autopar.call_site import warn_user
@@ -37,12 +32,7 @@ from autopar.policy.schema import Policy
 
 
 def next_batch(data: Any) -> dict[str, Any]:
-    """Return the batch in ``data``: itself if it is a mapping, else the next one of an iterator.
-
-    Raises:
-        ConfigError: it is neither, or what the iterator gives is not a mapping.
-        StopIteration: the iterator has ended.
-    """
+    """Return the batch in ``data``, or the next one of an iterator; raise ConfigError for anything but mappings."""
     if isinstance(data, Mapping):
         return dict(data)
     if not isinstance(data, Iterator):
@@ -59,13 +49,8 @@ def next_batch(data: Any) -> dict[str, Any]:
 
 
 def batch_size(batch: Mapping[str, Any], main_input: str) -> int:
-    """Count the samples in a batch: the length of dim 0 of the model's main input, or of the first tensor that has one.
-
-    Raises:
-        ConfigError: there is no tensor.
-    """
-    names = [main_input, "input_ids", "inputs_embeds", *batch]
-    for name in names:
+    """Count the samples in a batch: dim 0 of the main input, or of the first tensor; raise ConfigError without one."""
+    for name in (main_input, "input_ids", "inputs_embeds", *batch):
         value = batch.get(name)
         if isinstance(value, torch.Tensor) and value.ndim:
             return value.shape[0]
@@ -75,19 +60,14 @@ def batch_size(batch: Mapping[str, Any], main_input: str) -> int:
 def split(
     batch: Mapping[str, Any], samples: int, size: int | None, count: int | None, config: Any = None
 ) -> list[dict[str, Any]]:
-    """Split a batch into micro-batches of ``size`` samples (the last may be smaller), or ``count`` as even as can be.
+    """Split a batch into micro-batches of ``size`` samples (the last may be smaller), or into ``count`` even ones.
 
-    Every tensor whose dim 0 is ``samples`` long is split, also inside tuples, lists and dicts; so are lists and tuples
-    with an entry for each sample (:func:`_cut`). Everything else goes into each micro-batch whole. ``position_ids`` of
-    several kinds, ``[kinds, batch, seq]``, are split in dim 1. A batch of fewer samples than ``count`` gives that many
-    micro-batches of one. Images, and targets in several rows of each sample, go with their samples
-    (:func:`sample_rows`); a micro-batch without images has no argument for them.
-
-    Args:
-        config: of the model, which says what stands for an image in the text.
-
-    Raises:
-        ConfigError: it cannot be told to which samples images, or the entries of a list, belong.
+    Split every tensor whose dim 0 is ``samples`` long, also inside tuples, lists and dicts, and lists and tuples with
+    an entry for each sample (:func:`_cut`). Copy all other values into each micro-batch. ``position_ids`` of several
+    kinds, ``[kinds, batch, seq]``, are split in dim 1. A batch of fewer samples than ``count`` gives that many
+    micro-batches of one. Images, and targets with several rows for each sample, follow their samples
+    (:func:`sample_rows`, which raises ConfigError where they cannot be assigned); a micro-batch without images has no
+    argument for them.
     """
     if count is not None:
         count = max(min(count, samples), 1)
@@ -119,16 +99,12 @@ def split(
 
 
 def _apart(part: Any) -> Any:
-    """A part of a tensor, of its own where a model may write: some do into their labels. Lists are apart."""
+    """Copy a slice where a model may write into it: some write into their labels."""
     return part.clone() if isinstance(part, torch.Tensor) and not part.is_floating_point() else part
 
 
 def _cut(name: str, value: Any, samples: int, part: slice, narrow: Callable[[torch.Tensor], Any]) -> Any:
-    """Return the part of a value: entries of a list that has one for each sample, or rows of the tensors in it.
-
-    Raises:
-        ConfigError: a list of ``samples`` entries may be either.
-    """
+    """Return entries of a list with one for each sample, or rows of the tensors in it; raise if both are possible."""
     if len(range(samples)[part]) == samples or isinstance(value, ModelOutput):
         return map_tensors(value, narrow)
     if isinstance(value, dict):
@@ -170,41 +146,33 @@ def weights_of(
     shifted: bool,
     count: Callable[[dict[str, Any]], Any] | None = None,
 ) -> list[float]:
-    """Return how much the loss of each micro-batch counts in that of the batch; weights of means add up to 1.
+    """Return the weight of each micro-batch's loss in the loss of the batch; weights of means add up to 1.
 
     Args:
-        reduction: ``tokens``: by the labels that count (those that are not -100; without labels, by samples), which
-            makes the sum the batch's own mean. ``microbatch``: alike. ``sum``: the losses are shares, which add up.
-        shifted: the first label of each sequence does not count, as in causal language models.
-        count: what the loss of a micro-batch is a mean over, instead of the labels.
+        reduction: ``tokens``: by labels that are not -100 (without labels, by samples), so that the sum is the mean
+            over the batch. ``microbatch``: equal weights. ``sum``: weights of 1, for losses that add up.
+        shifted: True if the first label of each sequence does not count, as in causal language models.
+        count: Function of a micro-batch that returns its weight, in place of the labels.
     """
-    if reduction == "sum":
-        return [1.0] * len(microbatches)
-    if reduction == "microbatch":
-        return [1 / len(microbatches)] * len(microbatches)
+    if reduction != "tokens":
+        return [1.0 if reduction == "sum" else 1 / len(microbatches)] * len(microbatches)
     found = [_labels_in(m, main_input, shifted) if count is None else count(m) for m in microbatches]
     tensors = [count for count in found if isinstance(count, torch.Tensor)]
-    numbers = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU, not one of each micro-batch
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())  # one synchronization of a GPU for all
     counts = [next(numbers) if isinstance(count, torch.Tensor) else count for count in found]
     total = sum(counts)
     return [count / total for count in counts] if total else [0.0] * len(counts)
 
 
 def weights_over_replicas(weights: list[float], counts: list[float], replica: int) -> list[float]:
-    """Return weights that make the mean of the replicas' gradients that of the global batch.
-
-    Args:
-        weights: of the micro-batches within this replica.
-        counts: of every replica; each counts by its own.
-        replica: place of this one.
-    """
+    """Return weights for replicas with these ``counts`` of labels, whose gradients are averaged with equal weights."""
     total = sum(counts)
     factor = counts[replica] * len(counts) / total if total else 1.0
     return [weight * factor for weight in weights]
 
 
 def label_count(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> int:
-    """Count the labels of a batch that count in its loss; its samples, if it has none."""
+    """Count the labels in the loss of a batch; its samples, if it has no labels."""
     return int(_labels_in(microbatch, main_input, shifted))
 
 
@@ -224,7 +192,7 @@ _TARGETS = re.compile(r"labels|decoder_.*")
 
 
 class _Medium(NamedTuple):
-    """Inputs beside text: names of the arguments, and of the config's token that stands for a part of one."""
+    """Inputs next to text: names of the arguments, and of the config's token for a part of an input."""
 
     name: str
     arguments: re.Pattern[str]
@@ -247,15 +215,11 @@ _MEDIA = (
 
 
 def sample_rows(batch: Mapping[str, Any], samples: int, config: Any) -> dict[str, list[int]]:
-    """Return for arguments that have not one row of each sample where the rows of each begin, and where the last end.
-
-    Args:
-        samples: in the batch; more than one.
-        config: of the model; None: there are no images.
+    """Return, for arguments without exactly one row for each sample, the bounds of each sample's rows.
 
     Raises:
-        ConfigError: images (videos, sounds) that are not one of each sample, and it cannot be told whose they are. From
-            the batch and the config only, so the same on every rank.
+        ConfigError: Images (videos, sounds) cannot be assigned to samples. Decided by the batch and the config only, so
+            identical on all ranks.
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
     found = {
@@ -286,14 +250,14 @@ def _of_medium(
     count = len(grid) if grid is not None else max(lengths.values())
     sizes = {count: [1] * count} | ({} if patches is None else {sum(patches): patches})
     token = _token(medium, config)
-    each: list[int] | None = None  # how many of each sample
+    each: list[int] | None = None  # number of each sample
     if token is not None and ids is not None and ids.shape[:1] == (samples,) and set(lengths.values()) <= set(sizes):
         each = _of_each(ids == token, patches, count)
     if each is None:
         shown = ", ".join(f"{name} {list(getattr(value, 'shape', [len(value)]))}" for name, value in listed.items())
         raise ConfigError(
-            f"execute_pipeline: {shown} are not one row of each of the batch's {samples} samples, and it cannot be "
-            f"told which {medium.name}s belong to which sample by token {token} ({medium.tokens[0]} of the model's "
+            f"execute_pipeline: {shown} are not one row of each of the batch's {samples} samples, and it is unknown "
+            f"which {medium.name}s belong to which sample by token {token} ({medium.tokens[0]} of the model's "
             "config) in input_ids.\n"
             f"  Give one micro-batch (pipeline.microbatch_size: {samples}), or batches of one sample each."
         )
@@ -303,28 +267,26 @@ def _of_medium(
 
 
 def _is_list_of(value: Any, kind: Any) -> bool:
-    """Return whether it is data of a list, such as the seconds of each video."""
+    """Return whether a value is a list of data, such as the seconds of each video."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, kind) for entry in value)
 
 
 def _token(medium: _Medium, config: Any) -> int | None:
-    """The token of a medium in the config, or in one inside of it."""
-    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    for each in (config, *inner):
-        for name in medium.tokens:
-            token = getattr(each, name, None)
-            if type(token) is int:
-                return token
-    return None
+    """Return the token of a medium in the config, or in a config inside it."""
+    tokens = (getattr(each, name, None) for each in _configs(config) for name in medium.tokens)
+    return next((token for token in tokens if type(token) is int), None)
+
+
+def _configs(config: Any) -> list[Any]:
+    return [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
 
 
 def _of_each(marked: torch.Tensor, patches: Sequence[int] | None, count: int) -> list[int] | None:
-    """Return how many images each sample has; None if its tokens do not tell.
+    """Return the number of images of each sample; None if the tokens do not determine it.
 
     Args:
-        marked: ``[samples, seq]``, where a token stands for a part of an image.
-        patches: of each image; None: not known. Tokens of an image are as many as its patches, or the same part.
-        count: of the images.
+        marked: Mask ``[samples, seq]`` of the tokens that represent a part of an image.
+        patches: Patches of each image, to which its number of tokens is proportional; None if unknown.
     """
     tokens = marked.sum(1).tolist()
     if patches is None:
@@ -334,31 +296,30 @@ def _of_each(marked: torch.Tensor, patches: Sequence[int] | None, count: int) ->
         if sum(runs) == count:
             return runs
         patches = [1] * count
-    total, whole = sum(tokens), sum(patches)
-    if not total or not whole:
-        return None
+    total, all_patches = sum(tokens), sum(patches)
     ends = {end * total: place for place, end in enumerate(accumulate(patches), 1)} | {0: 0}
-    places = [ends.get(end * whole) for end in accumulate(tokens)]
-    if None in places:
+    places = [0, *(ends.get(end * all_patches, -1) for end in accumulate(tokens))]
+    if not total or not all_patches or -1 in places:
         return None
-    found = [0, *(place for place in places if place is not None)]
-    return [after - before for before, after in pairwise(found)]
+    return [after - before for before, after in pairwise(places)]
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 
-_MEANS = (ForCausalLMLoss, ForMaskedLMLoss, ForSequenceClassificationLoss, ForTokenClassification)
+_MEANS = (
+    *(ForCausalLMLoss, loss_utils.ForMaskedLMLoss),
+    *(loss_utils.ForSequenceClassificationLoss, loss_utils.ForTokenClassification),
+)
 _LABELS = ("labels", "shift_labels")
 _OTHER_TARGETS = ("label", "target", "_positions", "masked_pos", "mask_time_indices", "observed_mask")  # parts of names
 
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """Facts about the own loss of a model.
+    """Facts about the loss that a model computes.
 
     Attributes:
-        model: a Hugging Face model, or a plain module.
-        kind: one of :data:`~autopar.policy.schema.LOSSES`; None if no policy says it.
+        kind: One of :data:`~autopar.policy.schema.LOSSES`; None if no policy names it.
     """
 
     model: Any
@@ -366,13 +327,13 @@ class OwnLoss:
 
     @classmethod
     def of(cls, model: Any, given: Policy | None = None) -> OwnLoss:
-        """Find the facts; ``given`` is the user's policy."""
+        """Return the facts about ``model``; ``given`` is the user's policy."""
         return cls(model, loss_kind(model, given))
 
     @property
     def shifted(self) -> bool:
-        """Whether the loss leaves out the first label of each sequence, as those of causal models do."""
-        if self.kind == "loss_function":  # encoder-decoders give their labels as those of a shift that has been done
+        """Return whether the loss skips the first label of each sequence, as in causal models."""
+        if self.kind == "loss_function":  # encoder-decoders shift their labels before the loss
             return not self._has_encoder and self._function is ForCausalLMLoss
         return self.kind in ("shifted_mean", "shifted_attended_mean")
 
@@ -381,7 +342,7 @@ class OwnLoss:
         return isinstance(self.model, PreTrainedModel) and is_encoder_decoder(self.model)
 
     def counted(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the batch with -100 in place of labels that ``ignore_index`` or ``attention_mask`` leaves out."""
+        """Return the batch with -100 in place of labels that ``ignore_index`` or ``attention_mask`` excludes."""
         name = "labels" if batch.get("shift_labels") is None else "shift_labels"
         labels, mask, ignored = batch.get(name), batch.get("attention_mask"), batch.get("ignore_index")
         if not isinstance(labels, torch.Tensor):
@@ -394,7 +355,7 @@ class OwnLoss:
 
     @property
     def user_function(self) -> Any:
-        """A loss function that user code has set on the model, or defined in its class; None if there is none."""
+        """Return the loss function that user code set on the model, or defined in its class; None without one."""
         if not isinstance(self.model, PreTrainedModel):
             return None
         models = [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
@@ -405,7 +366,7 @@ class OwnLoss:
         return next((function for function in found if function not in known), None)
 
     def refuse_user_function(self, over: str, advice: str) -> None:
-        """Raise ConfigError if the loss function is the user's; ``over`` names what has losses of its own."""
+        """Raise ConfigError if the loss function is user-defined; ``over`` describes the losses to combine."""
         if self.user_function is not None:
             name = getattr(self.user_function, "__name__", type(self.user_function).__name__)
             raise ConfigError(
@@ -414,19 +375,15 @@ class OwnLoss:
             )
 
     def reduction(self, batch: Mapping[str, Any], microbatches: int, replicas: int = 1, *, counts: bool = False) -> str:
-        """Return how the losses of micro-batches make up that of the batch: see ``microbatch.weights_of``.
+        """Return the ``reduction`` of :func:`weights_of` for losses of micro-batches.
 
-        ``tokens`` where they are means over the labels that are not -100; ``sum`` where the model divides them by
-        ``num_items_in_batch``. Any other value cannot be put together, and is one micro-batch's mean.
-
-        Args:
-            replicas: the number of replicas that average gradients.
-            counts: whether the user's ``count`` gives what the loss of a micro-batch is a mean over.
+        ``tokens`` for means over the labels that are not -100, or over the user's ``count`` (``counts``), and ``sum``
+        where the model divides by ``num_items_in_batch``. Other losses cannot be combined: ``microbatch``, for one
+        micro-batch.
 
         Raises:
-            ConfigError: it is neither, and there are several micro-batches; or the user has set the loss function, and
-                there are several micro-batches or replicas. From the model and the batch's names only, so the same on
-                every rank.
+            ConfigError: Losses of several micro-batches cannot be combined, or a user-defined loss function has several
+                micro-batches or replicas. Decided by the model and the batch's names, so identical on all ranks.
         """
         if counts and batch.get("num_items_in_batch") is not None:
             raise ConfigError(
@@ -457,44 +414,41 @@ class OwnLoss:
         return "microbatch"
 
     def divides_by_items(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether the model takes a sum over labels and divides it by the batch's ``num_items_in_batch``.
-
-        A class that no policy names does what its signature says, as transformers' trainer takes it.
-        """
+        """Return whether the model divides by ``num_items_in_batch``; its signature decides if no policy names it."""
         labels = batch.get("shift_labels", batch.get("labels"))
-        by_number = isinstance(labels, torch.Tensor) and labels.is_floating_point()  # then it is no cross entropy
+        by_number = isinstance(labels, torch.Tensor) and labels.is_floating_point()  # not a cross entropy
         given = batch.get("num_items_in_batch") is not None and not by_number
         return given and self.kind in ("loss_function", None)
 
     def warn_of_replicas(self, counts: list[float]) -> bool:
-        """Warn if replicas with other numbers of labels are averaged alike since nothing says what is right."""
+        """Warn if replicas with different numbers of labels get equal weights, since their loss is unknown."""
         unknown = self.kind is None and isinstance(self.model, PreTrainedModel) and len(set(counts)) > 1
         if unknown:
             name = type(self.model).__name__
             warn_user(
-                f"{name} has a forward of its own, so it is not known over what its loss is a mean: the gradients of "
+                f"{name} has a custom forward, so it is unknown over what its loss is a mean: the gradients of "
                 f"replicas with {counts[0]:g} and {next(x for x in counts if x != counts[0]):g}\n  labels are averaged "
-                f"alike, as DistributedDataParallel does. A policy says it: loss: {{{name}: mean}} "
+                f"equally, as DistributedDataParallel does. A policy can name them: loss: {{{name}: mean}} "
                 "(loss_function, mean, shifted_mean or other)."
             )
         return unknown
 
     @property
     def _function(self) -> Any:
-        """The function that the model's forward calls as ``self.loss_function``."""
+        """Return the function that the model's forward calls as ``self.loss_function``."""
         return getattr(self.model, SET_LOSS, None) or LOSS_MAPPING.get(self.model.loss_type, ForCausalLMLoss)
 
     def _no_mean_over_labels(self, batch: Mapping[str, Any]) -> str | None:
-        """Say why the loss is not a mean over ``labels``; None if it is one."""
+        """Return the reason why the loss is not a mean over ``labels``; None if it is a mean."""
         name = type(self.model).__name__
         if self.kind is None:
             own = isinstance(self.model, PreTrainedModel)
-            whose = "its forward is none of transformers'" if own else "it is a module of your own"
+            whose = "its forward is none of transformers'" if own else "it is a user-defined module"
             return f"{whose}, which does not say over what its loss is a mean; a policy can: loss: {{{name}: mean}}"
         given = {name: value for name, value in batch.items() if value is not None}
-        others = [name for name in given if name not in _LABELS and any(part in name for part in _OTHER_TARGETS)]
-        if others:
-            return f"the batch has targets besides labels ({', '.join(others)})"
+        targets = [name for name in given if name not in _LABELS and any(part in name for part in _OTHER_TARGETS)]
+        if targets:
+            return f"the batch has targets besides labels ({', '.join(targets)})"
         if not isinstance(given.get("labels", torch.empty(0)), torch.Tensor):
             return f"labels is a {type(given['labels']).__name__}, not a tensor"
         if self.kind == "other":
@@ -508,22 +462,18 @@ class OwnLoss:
 
 
 def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a forward with these arguments adds the auxiliary loss of a mixture's routers to its own.
+    """Return whether a forward with these arguments adds the auxiliary loss of routers.
 
-    It is not a mean over samples, so the mean over replicas differs from the loss of one process.
+    It is not a mean over samples: the mean over replicas differs from the loss of one process.
     """
     asked, config = given.get("output_router_logits"), getattr(model, "config", None)
     if asked is not None:
         return bool(asked)
-    configs = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
-    return any(getattr(each, "output_router_logits", False) for each in configs)
+    return any(getattr(each, "output_router_logits", False) for each in _configs(config))
 
 
 def loss_in(outputs: Any) -> Any:
-    """Return the loss of a model's outputs: ``outputs.loss``, ``outputs["loss"]``, or the only number; or None.
-
-    A plain module often returns ``(logits, loss)``, or its loss alone.
-    """
+    """Return ``outputs.loss``, ``outputs["loss"]``, or the only number in the outputs of a plain module; or None."""
     if hasattr(outputs, "loss"):
         return outputs.loss
     if isinstance(outputs, Mapping):
@@ -541,23 +491,18 @@ def loss_of(
     required: bool,
     blocks: Mapping[int, str] | None = None,
 ) -> Any:
-    """Return the loss of a micro-batch: the model's own, or that of the user's ``criterion``.
+    """Return the loss of a micro-batch, computed by the model or by the user's ``criterion``.
 
-    Args:
-        required: it is going to be differentiated.
-        blocks: weights of this stage's blocks, by ``id``, which the criterion may not be made of.
-
-    Raises:
-        ConfigError: there is none, it is not a number, or it is made of weights of blocks.
+    Raise ConfigError if it is ``required`` and missing, is not a tensor, or if the criterion reads weights of
+    ``blocks``, a mapping from ``id`` to name.
     """
     begin = next_sequence_number() if blocks else 0
     loss = loss_in(outputs) if criterion is None else criterion(outputs, inputs)
     if criterion is not None and loss is not None and not isinstance(loss, torch.Tensor):
         raise ConfigError(
-            f"execute_pipeline: criterion returned a {type(loss).__name__}: it returns one tensor, the mean over a "
-            "micro-batch.\n  If that is no mean over labels, such as one with class weights, "
-            "execute_pipeline(..., count=lambda inputs: ...)\n  says by how much: the sum of the weights that the "
-            "mean is divided by."
+            f"execute_pipeline: criterion returned a {type(loss).__name__}, expected one tensor, the mean over a "
+            "micro-batch.\n  If it is not a mean over labels (with class weights, say), give "
+            "execute_pipeline(..., count=lambda inputs: ...),\n  the sum of weights that the mean is divided by."
         )
     if loss is None and required:
         raise ConfigError(
@@ -570,11 +515,7 @@ def loss_of(
 
 
 def _refuse_penalty(loss: torch.Tensor, begin: int, blocks: Mapping[int, str]) -> None:
-    """Refuse a loss whose nodes from number ``begin`` on, which the criterion made, take in weights of blocks.
-
-    Raises:
-        ConfigError: names the first of these weights.
-    """
+    """Raise ConfigError if nodes from number ``begin`` on, made by the criterion, read weights of blocks."""
     left, seen, found = [loss.grad_fn], set(), set()
     while left:
         node = left.pop()
@@ -588,7 +529,7 @@ def _refuse_penalty(loss: torch.Tensor, begin: int, blocks: Mapping[int, str]) -
     if found:
         raise ConfigError(
             f"execute_pipeline: criterion reads {len(found)} weights of blocks, {min(found)} first: it runs on the "
-            "last stage, which holds\n  its own blocks only, so a penalty would leave out those of other stages.\n"
+            "last stage, which holds\n  its own blocks only, so a penalty would leave out the blocks of other stages.\n"
             "  Use the optimizer's weight_decay; or add the penalty's gradient to p.grad on every stage when "
-            "execute_pipeline has returned.\n  Weights behind the blocks (the head) may be read."
+            "execute_pipeline has returned.\n  Weights after the blocks (the head) may be read."
         )

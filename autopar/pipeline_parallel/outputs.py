@@ -2,13 +2,13 @@
 
 Outputs of all micro-batches are merged. Reading an entry that only another stage could compute raises.
 
-Each rank keeps the keys and values of its own layers, and sends no cache. A model makes positions and masks from the
-length of the sequence so far, which it reads from one layer of its cache, often the first. So layers that run on other
-ranks get keys and values of width 1 and that length.
+Each rank keeps the keys and values of its layers, and sends no cache. A model derives positions and masks from the
+length of the sequence so far, which it reads from one layer of its cache, often the first. So layers of other ranks get
+keys and values of width 1 and that length.
 
-The code before a stage's blocks runs on placeholders, and what the stage receives replaces its results. If any of them
-were used after all, the result would be wrong. A dispatch mode follows each tensor from the placeholders on, through
-views, writes in place and comparisons, too, where a value that is not a number leaves no trace.
+The code before a stage's blocks runs on placeholders, and received tensors replace its results. If a result were still
+used, it would be wrong. A dispatch mode follows each tensor from the placeholders on, through views, writes in place
+and comparisons, where NaN leaves no trace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def incomplete(output: Any, names: Sequence[str]) -> Any:
-    """Return ``output`` without these entries; reading one of them, or all entries in a row, raises."""
+    """Return ``output`` without these entries; reading one of them, or all entries as a tuple, raises."""
     if not names:
         return output
     kept = {name: value for name, value in dict.items(output) if name not in names}
@@ -47,7 +47,7 @@ def incomplete(output: Any, names: Sequence[str]) -> Any:
 
 
 def complete(output: Any) -> Any:
-    """Return the plain output again, with None in the place of what is unavailable."""
+    """Undo :func:`incomplete`, with None for unavailable entries."""
     if not isinstance(output, IncompleteOutput):
         return output
     entries: Any = output
@@ -60,12 +60,7 @@ def unavailable(output: Any) -> tuple[str, ...]:
 
 
 class IncompleteOutput:
-    """Class before that of an output.
-
-    Attributes:
-        _unavailable: names of the entries that are not there.
-        _readable: entries before the first one that is not there, which can be read by their place.
-    """
+    """Class before the class of an output: names of missing entries, and the number of entries before the first."""
 
     _unavailable: tuple[str, ...] = ()
     _readable = 0
@@ -101,15 +96,11 @@ def _refuse(output: Any, entry: str) -> NoReturn:
 
 
 def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) -> Any:
-    """Merge the outputs of the micro-batches: tensors with rows of each sample are concatenated, others averaged.
+    """Merge the outputs of micro-batches: concatenate tensors with rows of samples, average other numbers.
 
-    Rows of each sample are ``[samples, ...]``, or several for each: ``[samples * frames, width]`` of videos, router
-    logits ``[samples * seq, experts]``, or as many as a sample has images. A value that is the same in all
-    micro-batches does not depend on them.
-
-    Args:
-        sizes: samples of each micro-batch.
-        weights: how much each counts in an average (of losses).
+    A sample has one row, ``[samples, ...]``, or several: ``[samples * frames, width]`` of videos, router logits
+    ``[samples * seq, experts]``, or a row for each image. A table that is equal in all micro-batches stays as it is.
+    ``sizes`` are the numbers of samples, ``weights`` the factors of an average (of losses).
     """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
@@ -117,23 +108,22 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
         if _has_rows(parts, sizes):
             return torch.cat(parts)
         if _is_mean(parts):
-            return sum(_counted(part, weight) for part, weight in zip(parts, weights, strict=True))
+            return sum(_weighted(part, weight) for part, weight in zip(parts, weights, strict=True))
         return torch.cat(parts) if first.ndim else first.detach()
     if isinstance(first, Cache):
         return None
-    if isinstance(first, ModelOutput):
-        return type(first)(**{name: merge_outputs([o[name] for o in outputs], sizes, weights) for name in first})
-    if isinstance(first, dict):
-        return {name: merge_outputs([o[name] for o in outputs], sizes, weights) for name in first}
+    if isinstance(first, dict):  # a ModelOutput is one
+        merged = {name: merge_outputs([o[name] for o in outputs], sizes, weights) for name in first}
+        return type(first)(**merged) if isinstance(first, ModelOutput) else merged
     if isinstance(first, list) and _has_samples(outputs, sizes):
         return [entry for output in outputs for entry in output]
     if isinstance(first, list | tuple):
-        merged = [merge_outputs(list(entries), sizes, weights) for entries in zip(*outputs, strict=True)]
-        return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)
+        entries = [merge_outputs(list(each), sizes, weights) for each in zip(*outputs, strict=True)]
+        return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first) if field.init]
-        listed = {name: [getattr(output, name) for output in outputs] for name in names}
-        return replace(first, **{name: merge_outputs(entries, sizes, weights) for name, entries in listed.items()})
+        each = {name: [getattr(output, name) for output in outputs] for name in names}
+        return replace(first, **{name: merge_outputs(values, sizes, weights) for name, values in each.items()})
     return first
 
 
@@ -145,41 +135,40 @@ def _has_samples(outputs: list[Any], sizes: list[int]) -> bool:
 
 
 def _has_rows(parts: list[torch.Tensor], sizes: list[int]) -> bool:
-    """Return whether tensors hold as many rows for each sample, one or more."""
-    if not all(part.ndim and part.shape[0] % max(size, 1) == 0 for part, size in zip(parts, sizes, strict=True)):
-        return False
-    each = {part.shape[0] // max(size, 1) for part, size in zip(parts, sizes, strict=True)}
-    if each == {1}:
+    """Return whether tensors have equally many rows for each sample, one or more."""
+    each = {divmod(len(part), max(size, 1)) if part.ndim else (0, 1) for part, size in zip(parts, sizes, strict=True)}
+    if each == {(1, 0)}:
         return True
-    return len(each) == 1 and parts[0].ndim > 1 and not all(torch.equal(part, parts[0]) for part in parts[1:])
+    even = len(each) == 1 and next(iter(each))[1] == 0
+    return even and parts[0].ndim > 1 and not all(torch.equal(part, parts[0]) for part in parts[1:])
 
 
 def _is_mean(parts: list[torch.Tensor]) -> bool:
-    """Check whether each micro-batch has its own number, or all have the same table. Rows of images are neither."""
+    """Return whether each micro-batch has a number, or all have the same table. Rows of images are neither."""
     first = parts[0]
     if not first.is_floating_point() or any(part.shape != first.shape for part in parts):
         return False
     return first.ndim < 2 or all(torch.equal(part, first) for part in parts[1:])
 
 
-def _counted(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """The loss of a micro-batch without labels is not a number; it does not count."""
+def _weighted(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return 0 for the loss of a micro-batch without labels, which is NaN."""
     return loss * weight if weight else torch.zeros_like(loss)
 
 
 def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cache | None:
-    """Return the cache among the arguments of a call; None without one."""
+    """Return the cache among the arguments of a call, or None."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
 
 
 def copy_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Copy the caches among the arguments of a call that may have to run twice; the rest stays the same object."""
+    """Copy the caches among the arguments of a call that may run twice; keep the other objects."""
     copied = [copy.deepcopy(value) if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
     return copied[: len(args)], dict(zip(kwargs, copied[len(args) :], strict=True))
 
 
 def kind_of_cache(cache: Cache) -> tuple[str, bool | None]:
-    """Return what of a cache decides which code of a model runs: whether it holds anything, if it tells."""
+    """Return whether a cache is filled, if known, since that decides which code of a model runs."""
     with contextlib.suppress(Exception):
         return "cache", int(cache.get_seq_length()) > 0
     return "cache", None
@@ -188,11 +177,10 @@ def kind_of_cache(cache: Cache) -> tuple[str, bool | None]:
 def record_length(
     block: nn.Module, cache: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tokens: torch.Tensor | None
 ) -> None:
-    """Extend the layer of a block that runs on another rank by the length of this call.
+    """Extend the layer of a block of another rank by the length of this call.
 
-    Args:
-        args, kwargs: of the block; its hidden states are ``[batch, seq, width]``, or ``[seq, batch, width]``.
-        tokens: of the model's call, ``[batch, seq]``; for hidden states of several streams, or with time first.
+    The block's hidden states are ``[batch, seq, width]``, or ``[seq, batch, width]``. ``tokens`` of the model's call,
+    ``[batch, seq]``, decide for several streams, or for time first.
     """
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
     index = _layer_index(block)
@@ -209,14 +197,13 @@ def record_length(
 
 
 def tokens_of(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the tokens among a model's arguments, or what they are embedded as: ``[batch, seq, ...]``."""
+    """Return the tokens among a model's arguments, or their embeddings: ``[batch, seq, ...]``."""
     names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-    found = (kwargs.get(name) for name in names)
-    return next((value for value in found if isinstance(value, torch.Tensor)), None)
+    return next((kwargs[name] for name in names if isinstance(kwargs.get(name), torch.Tensor)), None)
 
 
 def record_lengths(cache: Any, kwargs: Mapping[str, Any]) -> None:
-    """Extend all layers by the length of this call's tokens, on a rank that ran nothing of it."""
+    """Extend all layers by the length of this call's tokens, on a rank that ran no stage of it."""
     tokens = tokens_of(kwargs)
     if tokens is not None:
         for index in range(len(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))):
@@ -251,15 +238,14 @@ _VALUELESS = frozenset(
 
 
 class Provenance(TensorTracking):
-    """Dispatch mode in which each tensor knows the names of the marked tensors from which it was computed.
+    """Dispatch mode that maps each tensor to the names of the marked tensors from which it was computed.
 
-    Attributes:
-        read_by_control_flow: names whose values decided which code ran.
+    ``read_by_control_flow`` holds the names whose values decided which code ran.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._origins: dict[int, frozenset[str]] = {}  # of a storage
+        self._origins: dict[int, frozenset[str]] = {}  # by storage
         self._alive: list[Any] = []  # so that no other storage gets the number of a marked one
         self.read_by_control_flow: frozenset[str] = frozenset()
 
@@ -275,13 +261,13 @@ class Provenance(TensorTracking):
         return frozenset().union(*found)
 
     def _of(self, tensor: torch.Tensor) -> frozenset[str]:
-        """The origins of a tensor; of one that is whole on reading those of its parts, which does not read it."""
+        """Return the origins of a tensor; of its shards for a tensor that is gathered lazily, without gathering."""
         keys = [storage_key(part) for part in parts_of(tensor)]
         return frozenset().union(*(self._origins.get(key, frozenset()) for key in keys if key is not None))
 
     def _set(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
         if hasattr(type(tensor), "made_of"):
-            return  # its parts are followed
+            return  # its shards are followed
         key = storage_key(tensor)
         if key is None or names == self._origins.get(key, frozenset()):
             return
@@ -290,14 +276,14 @@ class Provenance(TensorTracking):
         self._origins[key] = names
 
     def track(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Give the result, and what is written in place, the origins of the arguments."""
+        """Set the origins of the arguments on the result, and on tensors written in place."""
         inputs = list(tensors_in((args, kwargs)))
         found = frozenset().union(*map(self._of, inputs))
         if not found or schema_of(func).name.rpartition("::")[2] in _VALUELESS:
             return
         if func is ITEM:
             self.read_by_control_flow |= found
-        # the schemas of collectives do not say what they write
+        # schemas of collectives do not mark the arguments that they write
         collective = func.namespace in ("c10d", "_c10d_functional")
         for tensor in [*tensors_in(result), *(inputs if collective else written_in_place(func, args, kwargs))]:
             self._set(tensor, found)
@@ -310,19 +296,16 @@ def examine(
     kwargs: Mapping[str, Any],
     finish: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, frozenset[str], tuple[str, ...]]:
-    """Run a stage and follow what is computed from placeholders, and from outputs that it did not receive.
+    """Run a stage and follow tensors computed from placeholders, and from outputs that it did not receive.
 
     Returns:
-        The result of the stage's forward; names of placeholders that were used, or outputs of elements ("the output of
-        ..."); and entries of the last stage's result that are computed from placeholders, and nothing else is.
-
-    Raises:
-        UnsupportedModelError: the model writes in place into outputs of blocks.
+        The result; names of the placeholders that it depends on, or of outputs ("the output of ..."); and entries of
+        the last stage's result that alone depend on placeholders.
     """
     kept = copy_caches(args, kwargs)
     state = Generators.now()
     result, provenance = _followed(forward, model, args, kwargs)
-    if forward.skipped_source:  # the block in front of this stage is not called: the one before it is what counts
+    if forward.before and forward.source not in forward.before:  # the block before this stage was skipped: start again
         state.restore()
         forward.restart(forward.before[-1])
         result, provenance = _followed(forward, model, *kept)
@@ -360,9 +343,9 @@ def _followed(
             raise UnsupportedModelError(f"{text}\n  It ended with {type(error).__name__}.") from error
         if not isinstance(error, AutoparError) and forward.start > 0:  # the first stage had the same arguments
             error.add_note(
-                f"Raised behind the elements {forward.start} to {forward.stop - 1} of the pipeline. If "
+                f"Raised after the elements {forward.start} to {forward.stop - 1} of the pipeline. If "
                 "pipeline_parallel_size=1 does not raise the same,\nthis model cannot be split into pipeline "
-                "stages: its code behind the blocks reads more than the last one's output."
+                "stages: its code after the blocks reads more than the last one's output."
             )
         raise
     finally:
@@ -370,11 +353,11 @@ def _followed(
 
 
 def explain(forward: StageForward, missing: frozenset[str]) -> str:
-    """Return the error of a stage that reads what it does not have."""
+    """Return the error of a stage that reads tensors of another stage."""
     read = listed(sorted(missing), 4)
     return (
         f"this model cannot be split into pipeline stages here: the elements {forward.start} to {forward.stop - 1} of "
-        f"the pipeline, or the loss behind them, read {read}, which another stage holds.\n  Blocks or the head use "
-        "it beside the output of the block before (features of an image, say). Split the model elsewhere "
+        f"the pipeline, or the loss after them, read {read}, which another stage holds.\n  Blocks or the head use "
+        "it in addition to the output of the block before (features of an image, say). Split the model elsewhere "
         "(pipeline.layers_per_stage), leave that input or criterion out, or use pipeline_parallel_size=1."
     )

@@ -1,9 +1,8 @@
 """Point-to-point communication between the ranks of a pipeline: nested values with tensors in them.
 
-A value travels as a header (its pass, its tag, and what it is made of, pickled) and then its tensors one by one, so
-shapes may change from one message to the next. Sends do not wait; a receive waits no longer than the timeout. All
-headers of a sender come in order; those that are not waited for yet are kept. So a rank that fails tells every other
-one with a single header, whatever that one waits for.
+A value travels as a header (pass, tag, pickled structure) followed by its tensors one by one, so shapes may change
+from one message to the next. Sends do not wait. A receive waits at most the timeout. All headers of a sender come in
+order, and early ones are kept, so a failing rank ends the wait of every other rank with a single header.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from autopar.errors import PipelineError, first_line
 from autopar.swap import NotCopied
 
 _LENGTH = 8  # bytes of a header's length
-_HEADER = 2048  # bytes of a message's header, which is one message where that is enough: each costs a round trip
+_HEADER = 2048  # bytes of a header's first message; a longer header takes a second one, which costs a round trip
 _OF_HEADERS = 0  # gloo's tag of all headers; tensors have the message's tag and 1
 _WAYS = ("forward", "backward")
-_ANY = -1  # tag of a header for whoever waits for anything
+_ANY = -1  # tag of a header that ends every wait
 
 
 class Message(NamedTuple):
     """Kind of a message.
 
     Attributes:
-        name: for messages about failures.
-        tag: the same for messages that are received in the order in which they are sent.
-        backward: whether it is a gradient.
+        name: Description for errors.
+        tag: Number shared by the messages that are received in the order in which they are sent.
+        backward: True for a gradient.
     """
 
     name: str
@@ -53,13 +52,13 @@ class Message(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Comes instead of a value, from a rank that failed."""
+    """Message of a failed rank in place of a value."""
 
     text: str
 
 
 class UnexpectedReport(Exception):
-    """A rank compares its arguments before it begins, and this one has begun without."""
+    """Another rank compares its arguments before the pass, which this rank has begun without."""
 
 
 REPORT = Message("its report on the batch", 1_000_000_000)
@@ -75,7 +74,7 @@ class TensorMeta(NamedTuple):
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Apply ``function`` to each tensor in ``value``, also in tuples, lists, dicts, dataclasses, ``ModelOutput``."""
+    """Apply ``function`` to each tensor in ``value``: in tuples, lists, dicts, dataclasses and ``ModelOutput``."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, ModelOutput):
@@ -87,17 +86,13 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(entry, function) for entry in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{name: map_tensors(entry, function) for name, entry in _fields(value).items()})
+        names = [field.name for field in fields(value) if field.init]
+        return replace(value, **{name: map_tensors(getattr(value, name), function) for name in names})
     return value
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that its constructor takes."""
-    return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-
-
 class _Pickler(pickle.Pickler):
-    """Pickles all but tensors, which it collects, and KV caches, of which every rank has its own."""
+    """Pickler that collects tensors, and leaves out KV caches, since every rank has its own."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -111,7 +106,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Undoes :class:`_Pickler`, with tensors from ``tensor_of`` in the same order, and ``cache`` where one was."""
+    """Undo :class:`_Pickler`, with tensors from ``tensor_of`` in the same order, and ``cache`` in place of caches."""
 
     def __init__(self, packed: bytes, tensor_of: Callable[[TensorMeta], torch.Tensor], cache: Any) -> None:
         super().__init__(io.BytesIO(packed))
@@ -122,24 +117,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 class P2P(NotCopied):
-    """Sends and receives over the pipeline axis, in groups of its own.
+    """Sends and receives over the pipeline axis, in separate process groups.
 
-    A step that failed leaves messages behind that nothing later may meet: those of an earlier pass are dropped. On gloo
-    tags keep messages apart. nccl has none, and what is sent there waits for what was sent before; so what goes one way
-    (outputs or gradients, up or down: in a V outputs go both) has a group of its own.
-
-    Args:
-        failures: log of all ranks. A receive that gives up closes all connections of its group, so the reason of a
-            failure is published there.
-
-    Attributes:
-        others: places of the other ranks on the axis.
+    A failed step leaves messages that no later receive may take, so messages of earlier passes are dropped. On gloo
+    tags keep messages apart. nccl has no tags, and a send there waits for the sends before it, so each direction
+    (outputs or gradients, up or down: in a V outputs go both ways) has a group. A receive that gives up closes all
+    connections of its group, so the reason of a failure is published in ``failures``.
     """
 
     def __init__(self, mpu: MPU, failures: FailureLog) -> None:
         self.axis: Axis = mpu.pp
         self.device, self.failures, self.timeout = mpu.device, failures, failures.timeout
-        self.others = [place for place in range(self.axis.size) if place != self.axis.rank]
+        self.peers = [place for place in range(self.axis.size) if place != self.axis.rank]
         found = accelerator()
         backend = None if found is None else found.backend_of()
         self._control = new_pipeline_group(mpu, "pp control", backend=backend and "gloo")
@@ -159,11 +148,7 @@ class P2P(NotCopied):
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Begin a pass, on every rank, and tell the others of an error inside, whatever they wait for.
-
-        Messages that a failed pass left behind are dropped from now on. Collectives inside wait no longer than
-        ``pipeline.timeout``, and every error is published.
-        """
+        """Begin a pass, on every rank; in it, limit the waits of collectives, and send and publish every error."""
         self._pass += 1
         self._all_know = False
         self.failures.clear()
@@ -177,7 +162,7 @@ class P2P(NotCopied):
 
     @contextlib.contextmanager
     def raised_by_all(self) -> Iterator[None]:
-        """Let an error inside be one that all ranks raise: none is told."""
+        """Mark an error inside as one that all ranks raise, so that no failure is sent."""
         try:
             yield
         except Exception:
@@ -185,32 +170,28 @@ class P2P(NotCopied):
             raise
 
     def end_actions(self) -> None:
-        """Wait until all ranks have done their actions: nobody is left in a collective of a failed stage."""
+        """Wait until all ranks have done their actions: no rank is left in a collective of a failed stage."""
         self.exchange(None, _END)
         self.wait_sent()
-        self._all_know = True  # who fails later in this pass has nobody who waits for a message
+        self._all_know = True  # no rank waits for a message later in this pass
 
     def _send_failure(self, error: Exception) -> None:
-        """Let all others fail at once with this error instead of after the timeout; as far as they can be reached."""
+        """Let all reachable ranks fail at once with this error, instead of after the timeout."""
         text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
         self.failures.publish(text)
-        for place in self.others:
+        for place in self.peers:
             with contextlib.suppress(RuntimeError):  # its connection may be closed
                 self._send_header(Failure(text), self.axis.ranks[place], Message("a failure", _ANY), None)
-        # Buffers live as long as this process may still be asked: the receiver drops them in a later pass.
+        # Buffers live on, since a receiver may still take them, and drop them in a later pass.
         self._farewell += self._sent
         self._sent = []
-        if self.others:  # before this process ends they may take the error
+        if self.peers:  # before this process ends they may take the error
             time.sleep(min(self.timeout, GRACE) / 2)
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, value: Any, to: int, message: Message, label: tuple[int, int] | None = None) -> None:
-        """Send ``value`` to place ``to`` of the axis; returns at once.
-
-        Args:
-            label: the receiver's place and turn, for :meth:`release`.
-        """
+        """Send ``value`` to place ``to`` of the axis, without waiting, with the ``label`` of :meth:`release`."""
         packed, peer = io.BytesIO(), self.axis.ranks[to]
         pickler = _Pickler(packed)
         pickler.dump(value)
@@ -224,16 +205,17 @@ class P2P(NotCopied):
             raise self._failure(message.name, peer, error) from error
 
     def send_to_others(self, value: Any, message: Message) -> None:
-        """Send ``value`` to all others."""
-        for place in self.others:
+        """Send ``value`` to all other ranks."""
+        for place in self.peers:
             self.send(value, place, message)
 
     def exchange(self, value: Any, message: Message) -> dict[int, Any]:
-        """Send ``value`` to all others and receive theirs; returns all of them by rank, ascending."""
+        """Return the values of all ranks, by rank in ascending order."""
         self.send_to_others(value, message)
-        ranks = self.axis.ranks
-        said = {ranks[place]: self.receive(place, message) for place in self.others}
-        return dict(sorted({ranks[self.axis.rank]: value, **said}.items()))
+        return {
+            rank: value if place == self.axis.rank else self.receive(place, message)
+            for place, rank in enumerate(self.axis.ranks)
+        }
 
     def _send_header(self, packed: bytes | Failure, peer: int, message: Message, label: Any) -> None:
         header = torch.frombuffer(bytearray(pickle.dumps((self._pass, message.tag, packed))), dtype=torch.uint8)
@@ -249,18 +231,17 @@ class P2P(NotCopied):
         self._sent.append((dist.isend(tensor, peer, group=group, tag=tag), tensor, name, label))
 
     def release(self, to: int, before: int) -> None:
-        """Free the buffers of what place ``to`` has received before turn ``before``: gloo does not tell."""
-        kept = []
-        for entry in self._sent:
+        """Free the buffers that place ``to`` has received before turn ``before``: gloo does not report it."""
+        sent, self._sent = self._sent, []
+        for entry in sent:
             work, _, _, label = entry
             if label is not None and label[0] == to and label[1] < before:
                 work.wait()
             else:
-                kept.append(entry)
-        self._sent = kept
+                self._sent.append(entry)
 
     def wait_sent(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends have completed."""
         deadline = time.monotonic() + self.timeout
         while self._sent:
             work, _, name, _ = self._sent.pop(0)
@@ -272,14 +253,11 @@ class P2P(NotCopied):
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def receive(self, origin: int, message: Message, cache: Any = None) -> Any:
-        """Receive a value from place ``origin`` of the axis.
-
-        Args:
-            cache: put where the value had a KV cache.
+        """Receive a value from place ``origin`` of the axis, with ``cache`` in place of the sender's KV cache.
 
         Raises:
-            PipelineError: nothing came in time, the sender failed, or its process ended.
-            UnexpectedReport: the sender has begun this pass with a report, for which nothing waits here.
+            PipelineError: Nothing came in time, the sender failed, or its process ended.
+            UnexpectedReport: The sender has begun this pass with a report that this rank does not expect.
         """
         peer = self.axis.ranks[origin]
 
@@ -297,7 +275,7 @@ class P2P(NotCopied):
                 return value
 
     def _next(self, peer: int, message: Message) -> tuple[int, Any]:
-        """Pass and pickled value of the next message of this kind."""
+        """Return the pass and the pickled value of the next message of this kind."""
         early = self._early.setdefault(peer, [])
         for place, (sent_in, tag, packed) in enumerate(early):
             if tag == message.tag:
@@ -334,7 +312,7 @@ class P2P(NotCopied):
             raise self._failure(name, peer, error, waited=time.monotonic() - begin) from error
 
     def _behind(self, peer: int) -> int:
-        """Count the ranks that the peer may wait for in turn: the rank next to one that hangs should notice first."""
+        """Count the ranks that the peer may wait for: the neighbor of a hanging rank should time out first."""
         place = self.axis.ranks.index(peer)
         return place if place < self.axis.rank else self.axis.size - 1 - place
 

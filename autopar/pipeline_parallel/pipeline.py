@@ -1,12 +1,13 @@
 """A model in pipeline stages: built by ``initialize``, undone by ``deparallelize``, trained by ``execute_pipeline``.
 
-A model in one piece has ``execute_pipeline`` and ``no_sync`` too: it accumulates gradients over micro-batches.
+A model with one stage has ``execute_pipeline`` and ``no_sync`` too, to accumulate gradients over micro-batches.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from autopar.compat.peft import tuner_layers
+from autopar.compat.peft import is_peft_model, tuner_layers
 from autopar.config.sections import PipelineConfig
 from autopar.data_parallel.grad_sync import held_alike
 from autopar.distributed.autograd_functions import refuse_transforms
@@ -26,7 +27,8 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import base_seed
 from autopar.errors import ConfigError, not_parallelized
-from autopar.pipeline_parallel.batch_checks import Report, compare_call, read_batch
+from autopar.pipeline_parallel import outputs
+from autopar.pipeline_parallel.batch_checks import compare_call, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
 from autopar.pipeline_parallel.microbatch import (
     OwnLoss,
@@ -37,14 +39,6 @@ from autopar.pipeline_parallel.microbatch import (
     split,
     weights_of,
     weights_over_replicas,
-)
-from autopar.pipeline_parallel.outputs import (
-    complete,
-    find_cache,
-    incomplete,
-    merge_outputs,
-    record_lengths,
-    unavailable,
 )
 from autopar.pipeline_parallel.p2p import P2P, Message, UnexpectedReport, map_tensors
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
@@ -69,8 +63,8 @@ class PipelineOutput:
     """Result of ``execute_pipeline``; also readable as ``out["loss"]``.
 
     Attributes:
-        loss: of the whole batch, detached; None on other stages than the last, unless ``broadcast_loss``.
-        outputs: the model's, of the whole batch, detached, on the last stage with ``return_outputs``; else None.
+        loss: Detached loss of the batch; None on all stages but the last, unless ``broadcast_loss``.
+        outputs: Detached outputs of the model for the batch, on the last stage with ``return_outputs``; else None.
     """
 
     loss: torch.Tensor | None = None
@@ -81,21 +75,17 @@ class PipelineOutput:
 
 
 def attach(model: nn.Module) -> None:
-    """Give ``model`` the methods."""
+    """Add the methods to ``model``."""
     bind(model, _OWNER, execute_pipeline=execute_pipeline, no_sync=no_sync)
 
 
 def detach(model: nn.Module) -> None:
-    """Take them back."""
+    """Undo :func:`attach`."""
     unbind(model, _OWNER)
 
 
 def pipeline_of(model: nn.Module) -> Pipeline:
-    """Return the stages of a parallelized model on this rank.
-
-    Raises:
-        ConfigError: it is not parallelized.
-    """
+    """Return the stages of a parallelized model on this rank; raise ConfigError for another model."""
     state = vars(model).get("_autopar")
     if state is None:
         raise not_parallelized(model)
@@ -104,9 +94,9 @@ def pipeline_of(model: nn.Module) -> Pipeline:
 
 @contextlib.contextmanager
 def no_sync(self: nn.Module) -> Iterator[None]:
-    """Leave out the averaging over replicas; the next ``execute_pipeline`` outside averages all gradients.
+    """Skip the averaging over replicas; the next ``execute_pipeline`` outside averages all gradients.
 
-    For a step of several calls: it saves communication and changes no number.
+    In a step of several calls it saves communication and leaves the result as it is.
     """
     pipeline = pipeline_of(self)
     before, pipeline.averages = pipeline.averages, False
@@ -134,37 +124,39 @@ def execute_pipeline(
     Every rank of a model replica calls it with the same batch. With one stage it accumulates over micro-batches.
 
     Args:
-        data: a dict of the model's arguments (a ``BatchEncoding``), or an iterator over such dicts: one is taken.
-        criterion: ``(outputs, inputs) -> loss`` of one micro-batch, a mean; by default ``outputs.loss``, or the only
+        data: A dict of the model's arguments (a ``BatchEncoding``), or an iterator over such dicts, of which one is
+            read.
+        criterion: ``(outputs, inputs) -> loss`` of one micro-batch, a mean. Default: ``outputs.loss``, or the only
             number in a tuple or dict of outputs.
-        optimizer: what will step; only its ``scale_loss`` is used, if it has one.
-        return_loss, return_outputs: return the loss; the model's outputs, put together from all micro-batches.
-        broadcast_loss: return the loss on every stage and not on the last one only.
-        forward_only: no backward; by default in evaluation mode and under ``no_grad``.
-        count: ``inputs -> number`` that the ``criterion``, or the model's own loss, of a micro-batch is a mean over, if
-            not its labels: ``lambda inputs: class_weights[inputs["labels"]].sum()``. It runs on every rank.
-        penalty: ``parameters -> number``, added to the loss of the batch. Each stage calls it with its own parameters,
-            by name: ``lambda own: sum(autopar.full(p).norm() for p in own.values())``.
+        optimizer: The optimizer that will step; its ``scale_loss`` is applied, if it has one.
+        return_loss, return_outputs: Return the loss; the model's outputs, merged over all micro-batches.
+        broadcast_loss: Return the loss on every stage, not only on the last.
+        forward_only: Run no backward. Default: in evaluation mode and under ``no_grad``.
+        count: ``inputs -> number`` that the loss of a micro-batch is a mean over, if not its labels:
+            ``lambda inputs: class_weights[inputs["labels"]].sum()``. It runs on every rank.
+        penalty: ``parameters -> number``, added to the loss of the batch. Each stage calls it with its parameters, by
+            name: ``lambda own: sum(autopar.full(p).norm() for p in own.values())``.
 
     Returns:
-        :class:`PipelineOutput`. The loss and all gradients are those of the whole batch at once, with
-        ``loss_reduction: tokens``. Each micro-batch counts by its labels that are not -100, or, without labels, by its
-        samples; with ``num_items_in_batch`` in the batch, by which the model divides its losses, they add up. Over
-        data-parallel replicas gradients are averaged, each replica counting by its labels too, so that they are those
-        of the global batch; the loss is this replica's. (``loss_reduction: microbatch``, ``num_items_in_batch`` and
-        losses that are not a mean over labels: the plain average, as ``DistributedDataParallel`` takes it.)
+        :class:`PipelineOutput`. The loss and all gradients equal those computed on the full batch at once, with
+        ``loss_reduction: tokens``. Each micro-batch is weighted by its labels that are not -100, or, without labels, by
+        its samples. With ``num_items_in_batch`` in the batch, by which the model divides its losses, they are added.
+        Gradients are averaged over data-parallel replicas, each weighted by its labels too, so that they are the
+        gradients of the global batch; the loss is this replica's. (``loss_reduction: microbatch``,
+        ``num_items_in_batch`` and losses that are not a mean over labels: the plain average, as in
+        ``DistributedDataParallel``.)
 
     Raises:
-        StopIteration: the iterator has ended, on all ranks of this replica.
-        ConsistencyError: the stages of one replica got different batches (a sample of each tensor is compared) or
-            stepped optimizers behind other calls, or the iterator has ended on some of them, or on some replicas.
+        StopIteration: The iterator has ended, on all ranks of this replica.
+        ConsistencyError: The stages of one replica got different batches (a sample of each tensor is compared) or
+            stepped optimizers after different calls, or the iterator has ended on some ranks only.
         ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, the model's
             own loss is not a mean over ``labels`` (or is user-defined, without ``count``) and there are several
-            micro-batches, or ``criterion`` reads weights of blocks or returns no tensor.
-        PipelineError: another stage, tensor-parallel rank or replica failed, ended, or did not deliver within
-            ``pipeline.timeout``; names it.
+            micro-batches, or ``criterion`` reads weights of blocks or does not return a tensor.
+        PipelineError: Another stage, tensor-parallel rank or replica failed, ended, or did not deliver within
+            ``pipeline.timeout``; the error names it.
 
-    After an error in the middle of a step use ``zero_grad``: some gradients hold a part of this call's.
+    After an error in the middle of a step call ``zero_grad``: some gradients hold a part of this call's.
     """
     pipeline = pipeline_of(self)
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
@@ -187,11 +179,9 @@ class Pipeline:
     """The stages of one model on this rank.
 
     Args:
-        model: whole blocks in place (sharded by tensor parallelism already); changed in place.
-        inner: the Hugging Face model inside it, or a plain module.
-        plan: its stages.
-        loss: facts about the model's own loss.
-        check: compare batches, optimizer steps and copies of weights over the stages.
+        model: The model with all blocks (already sharded by tensor parallelism); changed in place.
+        inner: The Hugging Face model in it, or a plain module.
+        check: Compare batches, optimizer steps and copies of weights over the stages.
     """
 
     def __init__(
@@ -220,36 +210,37 @@ class Pipeline:
         released = self.released.parameters
         self.engine = Engine(model, self.context, plan, self.p2p, self.tied, check=check, released=released)
         self.loss, self.main_input = loss, getattr(inner, "main_input_name", "")
-        self._reported = set[bool]()  # modes (with backward or not) that had a pass
+        self.last = plan.rank_of[-1] == mpu.pp.rank  # whether this rank holds the last stage
         self.averages = True  # gradients over dp, at the end of a training pass
         self.unaveraged = False  # whether the last pass left that to a later one
-        self._told = False  # that replicas with other numbers of labels are averaged alike
+        self._warned = False  # of replicas with different numbers of labels and equal weights
+        # A KV cache, which transformers fills by default, copies all keys and values, and no caller gets it.
+        cached = isinstance(inner, PreTrainedModel) and (model is inner or is_peft_model(model))
+        cached = cached and "use_cache" in inspect.signature(inner.forward).parameters
+        self._defaults: dict[str, Any] = {"use_cache": False} if cached else {}
         self._schedules: dict[tuple[bool, int], list[list[Action]]] = {}
 
     def attach(self, model: nn.Module) -> None:
-        """Give ``model``, and models inside it that are called by themselves, a forward through the stages."""
-        encoder = None if self.plan.encoder is None else self.plan.elements[self.plan.encoder]
+        """Bind a forward through the stages to ``model``, and to models inside it that user code may call."""
+        elements = self.plan.elements
+        encoder = None if self.plan.encoder is None else elements[self.plan.encoder]
         for path, module in model.named_modules():
-            called = module is model or isinstance(module, PreTrainedModel) or path == encoder  # by itself
-            span = self._span(path) if called else None
-            if span is not None:
+            if not (module is model or isinstance(module, PreTrainedModel) or path == encoder):
+                continue
+            start = f"{path}." if path else ""
+            inside = [place for place, name in enumerate(elements) if name == path or name.startswith(start)]
+            if inside:
                 kind: Any = type(module)
                 module._autopar_pipeline = self
-                bind(module, _STAGES, forward=_forward_of(kind, span))
+                bind(module, _STAGES, forward=_forward_of(kind, (inside[0], inside[-1] + 1)))
 
     def expect_steps(self, optimizer: Any) -> None:
-        """Take it for a mistake if this rank never steps: the optimizer that ``initialize`` got has weights here."""
+        """Raise later if this rank never steps: the optimizer that ``initialize`` got has weights here."""
         if optimizer is not None and self.engine.steps is not None:
             self.engine.steps.expected = any(p.numel() for group in optimizer.param_groups for p in group["params"])
 
-    def _span(self, path: str) -> tuple[int, int] | None:
-        """The elements that a module runs."""
-        start = f"{path}." if path else ""
-        inside = [p for p, element in enumerate(self.plan.elements) if element == path or element.startswith(start)]
-        return (inside[0], inside[-1] + 1) if inside else None
-
     def undo(self, model: nn.Module) -> None:
-        """Give every stage the whole model back (each still a tensor-parallel shard). Collective."""
+        """Restore the full model on every stage (each still a tensor-parallel shard). Collective."""
         reload(model, self.plan, self.released, self.mpu)
         unmark_boundaries(model, self.plan)
         unbind(model, _STAGES)
@@ -265,7 +256,7 @@ class Pipeline:
         return self._schedules[key]
 
     def check_adapters(self, model: nn.Module) -> None:
-        """Raise ConfigError if layers have got adapters since: no stage has those of the others."""
+        """Raise ConfigError if layers got adapters after the split, of which each stage would have a few."""
         now = sum(1 for _ in tuner_layers(model))
         if now != self._adapted:
             raise ConfigError(
@@ -284,7 +275,7 @@ class Pipeline:
         backward: bool,
         wants_loss: bool,
     ) -> Step:
-        """Read the next batch, check it, split it into micro-batches and weigh their losses. Collective."""
+        """Read the next batch, check it, split it into micro-batches and weight their losses. Collective."""
         mpu, config = self.mpu, self.config
         by_labels = config.loss_reduction == "tokens" or count is not None
 
@@ -300,14 +291,14 @@ class Pipeline:
 
         (batch, microbatches), counts = read_batch(
             read,
-            lambda found: self.report(found[0], len(found[1]), backward),
+            lambda found: self.engine.report(found[0], len(found[1]), backward=backward),
             *(self.p2p, mpu, counted if backward and (by_labels or self.averages) else None),
         )
         reduction = "tokens" if by_labels else config.loss_reduction
         if by_labels and criterion is None and wants_loss:
             replicas = mpu.dp.size if backward else 1
             reduction = self.loss.reduction(batch, len(microbatches), replicas, counts=count is not None)
-            self._told = self._told or (count is None and self.loss.warn_of_replicas(counts))
+            self._warned = self._warned or (count is None and self.loss.warn_of_replicas(counts))
         parts = microbatches if count else [dict(self.loss.counted(part)) for part in microbatches]
         shares = weights_of(parts, self.main_input, reduction, self.loss.shifted, count)
         return Step(
@@ -316,13 +307,8 @@ class Pipeline:
             shares=shares,
             loss_of=self._loss_of(criterion, backward) if wants_loss else None,
             backward=backward,
+            defaults=self._defaults if backward else {},
         )
-
-    def report(self, batch: Any, microbatches: int, backward: bool) -> Report:
-        """Return what all stages compare before a pass; of the first one of each mode whole batches."""
-        whole = backward not in self._reported
-        self._reported.add(backward)
-        return self.engine.report(batch, microbatches, backward=backward, whole=whole)
 
     def _loss_of(self, criterion: Callable[..., Any] | None, backward: bool) -> Callable[[Any, dict[str, Any]], Any]:
         blocks: dict[int, str] = {}
@@ -348,7 +334,7 @@ class Pipeline:
         ours = stepped is not None and stepped.model is model
         average = self.averages and self.mpu.dp_cp.size > 1
         averaging = state.dp.replicas.averaged(model, early=step.penalty is None) if average else nothing
-        with stepped.fp32_gradients() if ours else nothing, averaging as step.before_last:
+        with stepped.fp32_gradients() if ours else nothing, averaging as step.before_last_backward:
             summing = "summing the gradients of weights that several stages hold"
             with self.tied.apart():
                 gathering = "gathering weights and reducing gradients over the data-parallel replicas (FSDP2)"
@@ -360,7 +346,7 @@ class Pipeline:
         self.unaveraged = not self.averages and self.mpu.dp_cp.size > 1 and not state.config.fully_sharded
 
     def _penalise(self, model: nn.Module, step: Step) -> None:
-        """Add the penalty of this stage's parameters, each of which is one stage's, and its gradients."""
+        """Add the penalty of this stage's parameters, and its gradients; a tied weight counts on its first stage."""
         if step.penalty is None:
             return
         plan, place = vars(model)["_autopar"].plan, self.mpu.pp.rank
@@ -378,7 +364,7 @@ class Pipeline:
         step.penalties = torch.as_tensor(value, dtype=torch.float32, device=self.mpu.device).detach().reshape(())
 
     def result(self, step: Step, return_loss: bool, broadcast_loss: bool) -> PipelineOutput:
-        """Put the results of a step's micro-batches together. Collective with ``broadcast_loss``."""
+        """Merge the results of a step's micro-batches. Collective with ``broadcast_loss``."""
         result = PipelineOutput()
         if return_loss and step.losses:
             counted = [step.losses[m] * share for m, share in enumerate(step.shares) if share]
@@ -390,30 +376,20 @@ class Pipeline:
                     all_reduce(total, group=self.mpu.pp.group)
             result.loss = None if result.loss is None else result.loss + total.to(result.loss.dtype)
         if return_loss and broadcast_loss and self.plan.stages > 1:
-            result.loss = self.share_loss(result.loss)
+            if self.last:
+                self.p2p.send_to_others(result.loss, _LOSS)
+                self.p2p.wait_sent()
+            else:
+                result.loss = self.p2p.receive(self.plan.rank_of[-1], _LOSS)
         if step.outputs:
             sizes = [batch_size(microbatch, self.main_input) for microbatch in step.microbatches]
-            outputs = [step.outputs[number] for number in range(len(sizes))]
-            result.outputs = incomplete(merge_outputs(outputs, sizes, step.shares), step.unavailable)
+            merged = outputs.merge_outputs([step.outputs[number] for number in range(len(sizes))], sizes, step.shares)
+            result.outputs = outputs.incomplete(merged, step.unavailable)
         return result
-
-    @property
-    def last(self) -> bool:
-        """Check whether this rank holds the last stage."""
-        return self.plan.rank_of[-1] == self.mpu.pp.rank
-
-    def share_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """Send the last stage's loss to all ranks of the axis, and return it."""
-        if self.last:
-            self.p2p.send_to_others(loss, _LOSS)
-            self.p2p.wait_sent()
-        else:
-            loss = self.p2p.receive(self.plan.rank_of[-1], _LOSS)
-        return loss
 
 
 def _weights(shares: list[float], counts: list[float], replica: int) -> list[float]:
-    """Return what losses are multiplied by; without a label anywhere NaN is differentiated, as in one process."""
+    """Return the factors of losses; without a label anywhere NaN is differentiated, as in one process."""
     if not (sum(counts) if counts else any(shares)):
         return [1 / len(shares)] * len(shares)
     return weights_over_replicas(shares, counts, replica) if counts else shares
@@ -421,7 +397,7 @@ def _weights(shares: list[float], counts: list[float], replica: int) -> list[flo
 
 @functools.cache
 def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
-    """The forward of a model in stages, which runs the elements of ``span``; ``generate`` reads its signature."""
+    """Return a forward through the stages for the elements of ``span``; ``generate`` reads its signature."""
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -442,42 +418,40 @@ def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
     return forward
 
 
-# -- plain calls, also those of ``generate`` ---------------------------------------------------------------------------
+# -- plain calls, also by ``generate`` ---------------------------------------------------------------------------------
 
 _RESULT = Message("the model's result", 1_000_001)
-_COMPARED = "_autopar_compared"  # of a cache that a call has returned: whether it was given to that call
+_COMPARED = "_autopar_compared"  # attribute of a cache that a call has returned: whether that call was given it
 
 
 @torch.no_grad()
 def call_through_stages(
-    module: nn.Module,
-    span: tuple[int, int],
-    engine: Engine,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: nn.Module, span: tuple[int, int], engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return what ``module(*args, **kwargs)`` of the whole model returns, on every rank; without gradients.
+    """Return the result of ``module(*args, **kwargs)`` on the full model, on every rank; without gradients.
 
-    Every rank calls it with the same arguments. A KV cache holds this rank's layers only.
-
-    Args:
-        module: the model, or a model inside it (an encoder by itself).
-        span: which elements it runs: from, up to.
+    Every rank calls it with the same arguments. A KV cache holds this rank's layers only. ``span`` is the first element
+    of the module, and the one after its last.
 
     Raises:
-        ConfigError: a KV cache was given, and ranks have several stages.
-        ConsistencyError: stages got different arguments in the first call with a cache, or in one without; or a cache
-            was used before on some ranks only.
+        ConfigError: A KV cache was given, and ranks have several stages.
+        ConsistencyError: Stages got different arguments in the first call with a cache, or in a call without; or a
+            cache was used before on some ranks only.
     """
     start, stop = span
     context, plan, p2p = engine.context, engine.plan, engine.p2p
     if context.encoder is not None and kwargs.get("encoder_outputs") is not None and stop > context.encoder + 1:
         start = max(start, context.encoder + 1)
     stages = [s for s in range(plan.stages) if plan.bounds[s] < stop and plan.bounds[s + 1] > start]
-    given = find_cache(args, kwargs)
-    _check_cache(given, [plan.rank_of[stage] for stage in stages])
+    given, ranks = outputs.find_cache(args, kwargs), [plan.rank_of[stage] for stage in stages]
+    if given is not None and len(set(ranks)) < len(ranks):  # the second stage would find its lengths after this call
+        raise ConfigError(
+            f"a KV cache goes through {len(ranks)} stages on {len(set(ranks))} ranks: of several on a rank the later "
+            "ones read how long\n  the sequence was from a cache that the first has extended already. Use "
+            "generate(..., use_cache=False), or a schedule with\n  one stage on each rank: 1f1b, gpipe, zero-bubble."
+        )
     plain = functools.partial(type(module).forward, module)  # the hooks around it have run
-    rank, owner = p2p.axis.rank, plan.rank_of[stages[-1]]
+    rank, owner = p2p.axis.rank, ranks[-1]
     compared, checks = getattr(given, _COMPARED, None), engine.steps is not None
     with p2p.one_pass():
         try:
@@ -490,41 +464,22 @@ def call_through_stages(
             if cache is not None:
                 setattr(cache, _COMPARED, given is not None)
             if owner == rank:
-                p2p.send_to_others((complete(result), unavailable(result)), _RESULT)
+                p2p.send_to_others((outputs.complete(result), outputs.unavailable(result)), _RESULT)
             else:
-                result = incomplete(*p2p.receive(owner, _RESULT, cache=cache))
+                result = outputs.incomplete(*p2p.receive(owner, _RESULT, cache=cache))
             p2p.wait_sent()
-        except UnexpectedReport:  # of a rank with another cache: all compare, and raise
+        except UnexpectedReport:  # from a rank with another cache: all compare, and raise
             compare_call(module, args, kwargs, p2p, compared)
             raise
-    if cache is not None and all(plan.rank_of[stage] != rank for stage in stages):
-        record_lengths(cache, kwargs)
+    if cache is not None and rank not in ranks:
+        outputs.record_lengths(cache, kwargs)
     return result
 
 
-def _check_cache(cache: Cache | None, ranks: list[int]) -> None:
-    """Check that each rank runs one stage with a KV cache: a second one would find its lengths after this call.
-
-    Raises:
-        ConfigError: on every rank.
-    """
-    if cache is not None and len(set(ranks)) < len(ranks):
-        raise ConfigError(
-            f"a KV cache goes through {len(ranks)} stages on {len(set(ranks))} ranks: of several on a rank the later "
-            "ones read how long\n  the sequence was from a cache that the first has extended already. Use "
-            "generate(..., use_cache=False), or a schedule with\n  one stage on each rank: 1f1b, gpipe, zero-bubble."
-        )
-
-
 def _run_stages(
-    plain: Any,
-    stages: list[int],
-    engine: Engine,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    seed: int | None,
+    plain: Any, stages: list[int], engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None
 ) -> tuple[Any, Cache | None]:
-    """The output of this rank's stages, the last one's result if it is here, and the cache that they used."""
+    """Run this rank's stages; return the result of the last one (the model's, if it is here), and their cache."""
     plan, p2p = engine.plan, engine.p2p
     output: StageOutput | None = None
     result: Any = None

@@ -1,7 +1,7 @@
-"""Schedules: in which order each rank runs the forwards and backwards of its stages. Pure.
+"""Schedules: the order in which each rank runs the forwards and backwards of its stages. Pure.
 
-A schedule is written down rank by rank, as slots: what is done, and for which of the rank's stages. Each slot takes the
-next micro-batch of its stage. Sends do not wait in the engine, so a list that can be played (an action waits until its
+A schedule is written rank by rank, as slots: an action, and one of the rank's stages. Each slot takes the next
+micro-batch of its stage. Sends do not wait in the engine, so a list that can be played (an action waits until its
 inputs are there) cannot deadlock; the tests play all of them.
 
 | name          | stages a rank | backward    | idle | forwards that wait | source                                    |
@@ -13,9 +13,9 @@ inputs are there) cannot deadlock; the tests play all of them.
 | `zbv`         | 2, in a V     | split       | 1    | 2p                 | Qi et al., "... Controllable Memory", 2024 |
 | `dualpipev`   | 2, in a V     | some split  | 1    | 2p + 1             | DeepSeek-V3, 2024, 3.2.1, in half         |
 
-p ranks, r the rank, m micro-batches, v stages a rank. Idle: how long each rank waits in all, times p - 1, if a forward,
-the gradient of the input and that of the weights take one tick each in a stage of 1/v of a rank's layers. Forwards that
-wait for their backward are what activations need memory for, each of one stage.
+p ranks, r the rank, m micro-batches, v stages a rank. Idle: waiting time of each rank, times p - 1, if a forward, the
+gradient of the input and the gradient of the weights take one tick each in a stage of 1/v of a rank's layers. Forwards
+that wait for their backward need memory for activations, each of one stage.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def make_schedule(name: str, rank_of: Sequence[int], microbatches: int) -> list[
     """Make the lists of actions, one per rank, in order.
 
     Args:
-        name: one of :data:`autopar.config.sections.SCHEDULES`.
-        rank_of: stage -> rank.
-        microbatches: at least 1. With fewer than twice as many as ranks (a last smaller batch) ``dualpipev`` is not
-            defined, and ``zbv`` is what comes out; with one stage a rank both are ``zero-bubble``.
+        name: One of :data:`autopar.config.sections.SCHEDULES`.
+        rank_of: Stage -> rank.
+        microbatches: Number of micro-batches, at least 1. With fewer than twice the ranks (a last smaller batch)
+            ``dualpipev`` becomes ``zbv``; with one stage a rank both become ``zero-bubble``.
     """
     ranks = max(rank_of) + 1
     folded = len(rank_of) == 2 * ranks
@@ -63,7 +63,7 @@ def make_schedule(name: str, rank_of: Sequence[int], microbatches: int) -> list[
         if name == "interleaved":
             lists.append(_interleaved(rank, ranks, len(rank_of) // ranks, microbatches))
         elif name == "zbv":
-            enough = max(microbatches, 2 * ranks - 1)  # for which it is defined; what is too much falls away
+            enough = max(microbatches, 2 * ranks - 1)  # for which it is defined; the excess is dropped
             lists.append([action for action in _number(_zbv(rank, ranks, enough)) if action.microbatch < microbatches])
         elif name == "dualpipev":
             lists.append(_number(_dualpipev(rank, ranks, microbatches)))
@@ -129,13 +129,10 @@ def _interleaved(rank: int, ranks: int, chunks: int, microbatches: int) -> list[
 
 
 def _zbv(rank: int, ranks: int, microbatches: int) -> _Slots:
-    """The V of "Pipeline Parallelism with Controllable Memory" (Qi et al., 2024): ``down`` and ``up`` again.
+    """The V of "Pipeline Parallelism with Controllable Memory" (Qi et al., 2024): 2 * ranks - 1 micro-batches or more.
 
     Backwards are split, so that the gradient of the input comes early. In the middle each stage's forward is followed
-    by a backward of the other one; at the end the gradients of weights that were kept back fill the time.
-
-    Args:
-        microbatches: at least 2 * ranks - 1.
+    by a backward of the other stage; at the end the delayed gradients of weights fill the time.
     """
     down, up = rank, 2 * ranks - 1 - rank
     behind = ranks - rank  # ranks from this one to the turn of the V
@@ -152,15 +149,11 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> _Slots:
 
 
 def _dualpipev(rank: int, ranks: int, microbatches: int) -> _Slots:
-    """DualPipe (arXiv 2412.19437, 3.2.1) in half: the stages of a V, ``down`` and ``up`` again.
+    """DualPipe (arXiv 2412.19437, 3.2.1) in half, on the stages of a V, for at least 2 * ranks micro-batches.
 
-    In the middle the rank goes forward for one stage and backward for the other in turn. The paper runs such a pair at
-    the same time, so that the communication of one hides behind the other; here they come one after the other, and of
-    the schedule remain its order and its memory. Backwards are split only where the other ranks would wait for the
-    gradient of the input: first, and in the second half of the end.
-
-    Args:
-        microbatches: at least 2 * ranks.
+    In the middle the rank alternates a forward of one stage and a backward of the other. The paper overlaps such a
+    pair; here they run in sequence, with the order and memory of the schedule. Backwards are split only where other
+    ranks would wait for the gradient of the input: first, and in the second half of the end.
     """
     down, up = rank, 2 * ranks - 1 - rank
     behind, here = ranks - 1 - rank, rank + 1  # ranks nearer to the turn of the V; this one and those before it

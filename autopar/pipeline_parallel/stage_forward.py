@@ -1,21 +1,21 @@
-"""The forward of one stage through the model's own code, from what it received to what it sends on.
+"""The forward of one stage through the model's code, from its received input to its output.
 
 The elements of a model (its blocks, and an encoder) are the boundaries of its stages: their classes are swapped. While
-a :class:`StageForward` runs, an element before the stage returns what the stage received, the stage's own elements
-compute, and the last of them ends the forward by an exception that carries its output. Everything around the blocks
-(masks, positions, heads) is the model's own code. The first forward of each kind of call is examined: nothing that
-another stage holds may reach its results.
+a :class:`StageForward` runs, an element before the stage returns the received output, the stage's elements compute, and
+the last of them ends the forward by an exception that carries its output. The code around the blocks (masks, positions,
+heads) is the model's. The first forward of each kind of call is examined: its results may not depend on weights of
+another stage.
 
-[Note: random streams of stages] Every stage runs the code in front of its blocks. The blocks of several stages, or the
-code behind them, may read its draws (the patches to mask, jittered coordinates), so they must be the same everywhere:
-they come from a stream of the micro-batch. Blocks draw (dropout) from a stream of their stage. The code in front of a
-decoder has a third one, since the stage that runs the end of the encoder comes there from its blocks.
+[Note: random streams of stages] Every stage runs the code before the blocks. Blocks of several stages, or the code
+after them, may read its draws (the patches to mask, jittered coordinates), so the draws must be identical on all
+stages: they come from a stream of the micro-batch. Blocks draw (dropout) from a stream of their stage. The code before
+a decoder has a third stream, since the stage that runs the end of the encoder comes there from its blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,21 +41,16 @@ from autopar.swap import swap, unswap
 
 
 class StageOutput(NamedTuple):
-    """Output of one stage, input of the next one.
-
-    Attributes:
-        output: of the last element, in exactly the form in which it returned it.
-        encoder: the encoder's output, for the stages behind it; None before.
-    """
+    """Output of one stage, and input of the next: of its last element, exactly as returned, and of the encoder."""
 
     output: Any
     encoder: Any = None
 
 
 class StageEnd(Exception):
-    """End of a stage's forward: its last element has its output."""
+    """End of a stage's forward, after its last element."""
 
-    completes = True  # the forward has done all that it had to do
+    completes = True  # not an error
 
     def __init__(self, result: StageOutput) -> None:
         super().__init__("a pipeline stage ended")
@@ -66,10 +61,10 @@ class StageContext:
     """State that the boundaries of one model share on this rank.
 
     Attributes:
-        encoder: place of the encoder among the elements.
-        forward: the stage forward that runs now; None outside of the pipeline (then elements do as they always did).
-        placeholders: name -> placeholder of each tensor that this rank does not hold.
-        examined: kinds of calls that were examined -> entries of the result that the last stage cannot make.
+        encoder: Place of the encoder among the elements.
+        forward: The stage forward that runs now; None outside of the pipeline, where elements are plain modules.
+        placeholders: Name -> placeholder of each tensor that this rank does not hold.
+        examined: Kinds of calls that were examined -> entries of the result that the last stage cannot compute.
     """
 
     def __init__(self, encoder: int | None) -> None:
@@ -79,16 +74,12 @@ class StageContext:
         self.examined: dict[Any, tuple[str, ...]] = {}
 
     def in_front(self) -> bool | None:
-        """Check whether the forward that runs has reached no element yet, so that all stages run; None: none runs."""
+        """Return whether the current forward is before its first element, where all stages run; None without one."""
         return None if self.forward is None else not self.forward.reached
 
 
 class Streams:
-    """The random streams of one micro-batch.
-
-    Args:
-        seed: of the pass; None: there are none, all draws go on where the generators are.
-    """
+    """The random streams of one micro-batch; without a seed, the generators as they are."""
 
     def __init__(self, seed: int | None, stages: int, microbatch: int = 0) -> None:
         self.stages = stages
@@ -96,20 +87,17 @@ class Streams:
 
     @contextmanager
     def front(self) -> Iterator[None]:
-        """Draw from the stream of the code in front of the blocks; inside, other streams may be switched to."""
-        if self.first is None:
-            yield
-            return
-        with seeded(self.first):
+        """Draw from the stream of the code before the blocks, until another stream is switched to."""
+        with nullcontext() if self.first is None else seeded(self.first):
             yield
 
     def stage(self, number: int) -> None:
-        """Switch to the stream of a stage's own blocks; the first stage goes on with that of the code in front."""
+        """Switch to the stream of a stage's blocks; the first stage keeps the stream of the code before them."""
         if self.first is not None and number > 0:
             switch_stream(self.first + number)
 
     def decoder(self) -> None:
-        """Switch to the stream of the code in front of a decoder."""
+        """Switch to the stream of the code before a decoder."""
         if self.first is not None:
             switch_stream(self.first + self.stages)
 
@@ -118,18 +106,16 @@ class StageForward:
     """One forward of a stage.
 
     Args:
-        bounds: it runs the elements from the first up to, not including, the second.
-        last: whether it returns what the model returns.
-        streams: what is drawn from, by default the generators as they are.
-        stage: its number among the streams.
+        bounds: The first of its elements, and the one after its last.
+        last: True if it returns the model's result.
+        streams: Random streams; by default the generators as they are.
 
     Attributes:
-        provenance: where a forward is examined: then only ``source``, the element in front of the stage, returns what
-            was received, and earlier ones a copy that is marked.
-        reached: whether an element was called.
-        before: earlier blocks that were called.
-        cache: KV cache that the model's blocks were called with; ``tokens``: of the call, as the model got them.
-        loss: computed from the result of the last stage.
+        provenance: The dispatch mode while a forward is examined: then only ``source``, the element before the stage,
+            returns the received output, and earlier ones a marked copy.
+        before: Earlier blocks that were called.
+        cache: KV cache of the model's blocks.
+        loss: Loss of the last stage's result.
     """
 
     def __init__(
@@ -151,7 +137,7 @@ class StageForward:
     def restart(self, source: int) -> None:
         """Reset, to run for the first time or again."""
         self.source = source
-        # the output of the last element so far, and the encoder's
+        # outputs of the last element so far, and of the encoder
         self.output, self.encoder = self.received or StageOutput(None)
         self.cache: Cache | None = None
         self.tokens: torch.Tensor | None = None
@@ -159,13 +145,8 @@ class StageForward:
         self.before: list[int] = []
         self._copies: list[tuple[int, torch.Tensor, int]] = []
 
-    @property
-    def skipped_source(self) -> bool:
-        """Check whether earlier blocks were called, but not the last of them."""
-        return bool(self.before) and self.source not in self.before
-
     def run(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the stage: returns its :class:`StageOutput`, or on the last stage what the model returns."""
+        """Return the :class:`StageOutput`, or on the last stage the model's result."""
         self.context.forward, self.tokens = self, tokens_of(kwargs)
         try:
             result = model(*args, **kwargs)
@@ -180,7 +161,7 @@ class StageForward:
         return StageOutput(self.output, self.encoder)
 
     def output_before(self, place: int) -> Any:
-        """Return the output of the earlier block ``place``, as far as this stage has it."""
+        """Return the received output for the earlier block ``place``."""
         assert self.received is not None, f"element {place} of a stage that received nothing"
         self.before.append(place)
         if self.provenance is None or place == self.source:
@@ -196,7 +177,7 @@ class StageForward:
         return made
 
     def come_to(self, place: int) -> None:
-        """Begin the stage's own blocks, at the block ``place`` or right behind it."""
+        """Switch to the stage's stream at its first block, or at the block before it."""
         if place >= self.start - 1 and not self._entered:
             self._entered = True
             self.streams.stage(self.stage)
@@ -212,7 +193,7 @@ class StageForward:
 
 
 class StageBoundary:
-    """Class before that of a block, or an encoder: a forward may start behind it, and stop there."""
+    """Class before the class of a block, or an encoder: a forward may start after it, and stop there."""
 
     stage_context: StageContext
     stage_place: int
@@ -251,7 +232,7 @@ class StageBoundary:
 
 
 def mark_boundaries(model: nn.Module, plan: StagePlan, context: StageContext, prefix: str = "") -> None:
-    """Swap the classes of the plan's elements (their names begin with ``prefix``): a forward may start there."""
+    """Swap the classes of the plan's elements, whose names begin with ``prefix``."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for place, path in enumerate(plan.elements):
         swap(modules[path.removeprefix(prefix)], StageBoundary, stage_context=context, stage_place=place)
@@ -271,14 +252,13 @@ def run_stage(
     kwargs: Mapping[str, Any],
     finish: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Run the forward of one stage: returns its :class:`StageOutput`, or on the last stage what the model returns.
+    """Run the forward of one stage; return its :class:`StageOutput`, or on the last stage the model's result.
 
-    Args:
-        finish: on the last stage, applied to what the model returns; its result is left in ``forward.loss``.
+    There ``finish`` computes ``forward.loss`` from it.
 
     Raises:
-        UnsupportedModelError: the result would need what this stage does not have; found at the first call of its kind
-            (with an image for the first time, say).
+        UnsupportedModelError: The result depends on another stage's tensors, at the first call of its kind (with an
+            image for the first time, say).
     """
     kind = (forward.start, forward.last, torch.is_grad_enabled(), _kind_of(list(args)), _kind_of(kwargs))
     unavailable = forward.context.examined.get(kind)
@@ -297,7 +277,7 @@ def run_stage(
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the arguments' names and types: they decide which code of a model runs."""
+    """Return the names and types of arguments, which decide which code of a model runs."""
     if isinstance(value, torch.Tensor):
         return value.ndim, value.dtype
     if isinstance(value, Cache):

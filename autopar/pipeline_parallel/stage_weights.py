@@ -1,9 +1,8 @@
-"""The weights of a rank's stages: those of other stages are released, and reloaded by ``deparallelize``; tied weights.
+"""The weights of a rank's stages: other weights are released, and reloaded by ``deparallelize``; tied weights.
 
-A parameter that another stage holds leaves the module. In its place stays a placeholder, a tensor without memory
-(:class:`Placeholder`), so that the model's own code in front of the blocks still runs and
-gives the right shapes; what it computes there is replaced by what the stage receives
-(:mod:`~autopar.pipeline_parallel.outputs` proves it). Its values are not a number.
+A parameter of another stage leaves the module. A placeholder without memory (:class:`Placeholder`) takes its place, so
+that the model's code before the blocks still runs with the right shapes; the stage's input replaces its results, which
+are NaN (:mod:`~autopar.pipeline_parallel.outputs` proves it).
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ DRAWS = {
 
 
 class ReleasedWeights:
-    """Tensors that left a model on this rank: enough to put them back.
+    """Tensors that left a model on this rank, with all data to put them back.
 
     Attributes:
-        parameters: by id; empty while they are released.
-        placeholders: name -> what stands in their place.
-        orders: modules with all parameters that they had, in order.
-        buffers: module, name in it, full name, tensor.
+        parameters: Parameters by id, empty while they are released.
+        orders: Modules with all their earlier parameters, in order.
+        buffers: Module, name in it, full name, tensor.
         emptied: Hugging Face models without a parameter left.
     """
 
@@ -56,23 +54,23 @@ class ReleasedWeights:
         self.dtype: torch.dtype | None = None  # of this stage's tensors at the last call; None: they have several
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReleasedWeights:
-        """Return those of a copied model, by the ids that they have there."""
+        """Return the released weights of a copied model, by their ids there."""
         copied = memo[id(self)] = ReleasedWeights()
         vars(copied).update(copy.deepcopy(vars(self), memo))
         copied.parameters = {id(parameter): parameter for parameter in copied.parameters.values()}
         return copied
 
     def halve(self, dtype: torch.dtype, stays_fp32: Callable[[str], bool]) -> None:
-        """Give what stands for the tensors of other stages the dtype that these have there; the objects stay.
+        """Set the dtype of placeholders to that on the stages that hold the tensors.
 
-        Tensors that the model's code makes of them (rotary tables, masks) then have the dtype of the whole model.
+        Tensors that the model's code derives from them (rotary tables, masks) then have the dtype of the full model.
         """
         floating = [name for name, placeholder in self.placeholders.items() if placeholder.is_floating_point()]
         self._retype({name: torch.float32 if stays_fp32(name) else dtype for name in floating}, dtype)
         self.dtype = None
 
     def follow(self, model: nn.Module) -> None:
-        """Give what stands for tensors of other stages the dtype that this stage's have now, after ``model.to``."""
+        """Set the dtype of placeholders to the current dtype of this stage's tensors, after ``model.to``."""
         before, now = self.dtype, _dtype_of(model)
         if before is None or now is None or now == before:
             return
@@ -95,12 +93,12 @@ def _dtype_of(model: nn.Module) -> torch.dtype | None:
 
 
 class _Emptied:
-    """Class before that of a Hugging Face model without parameters. Code that reads its dtype reads the first one's."""
+    """Class before the class of a Hugging Face model without parameters, whose dtype is its first parameter's."""
 
     _autopar_like: torch.Tensor
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """Yield a tensor of the dtype and device that the model's parameters had; nothing to train."""
+        """Yield a tensor with the dtype and device of the earlier parameters; it is not trained."""
         yield self._autopar_like
 
 
@@ -108,7 +106,7 @@ class _Emptied:
 def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> ReleasedWeights:
     """Free every parameter, and every buffer of a block, that place ``rank`` of the axis does not hold.
 
-    Parameter objects live on, empty and without gradient, so an optimizer that knows them skips them.
+    Parameter objects live on, empty and without gradient, so an optimizer skips them.
     """
     released = ReleasedWeights()
     foreign = {name for name in plan.tensors if rank not in plan.holders(name)}
@@ -147,7 +145,7 @@ def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) 
 
 @torch.no_grad()
 def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MPU) -> None:
-    """Undo :func:`release`: every stage gets all tensors back, gradients too. Collective over the pipeline axis."""
+    """Undo :func:`release`: restore all tensors, gradients too, on every stage. Collective over the pipeline axis."""
     for module in released.emptied:
         unswap(module, _Emptied, "_autopar_like")
     shapes = put_back(model, released)
@@ -183,7 +181,7 @@ def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MP
                     parameter.grad_dtype = None
                 parameter.grad = torch.zeros_like(parameter, dtype=of_gradient)
             _broadcast(parameter.grad, holders[0], mpu)
-    for name, holders in held_by.items():  # also those that ran on nothing here
+    for name, holders in held_by.items():  # also buffers outside of blocks
         if (name in gone or name in buffers) and len(holders) < mpu.pp.size:
             if name in gone:
                 module, key, buffer = gone[name]
@@ -221,15 +219,15 @@ _OPERATORS = frozenset(f"__i{name}__" for name in _NAMES)
 
 
 class Placeholder(torch.Tensor):
-    """A tensor of one number, expanded; views of it are placeholders, too, and what is computed from it is none.
+    """A tensor of one number, expanded. Views of it are placeholders too; computed tensors are not.
 
-    Code in front of the blocks runs on all stages, and so does the user's own outside of a forward. If it writes in
-    place into weights (rescales them, draws them anew), the stage that holds them writes as well, so a write into a
-    placeholder is left out; random numbers are drawn and thrown away, so that generators go on alike.
+    Code before the blocks runs on all stages, and so does user code outside of a forward. If it writes in place into
+    weights (rescales them, draws them again), the stage that holds them writes as well, so a write into a placeholder
+    is skipped. Random numbers are drawn and discarded, so that generators stay identical on all stages.
 
     Attributes:
-        weight_name: its name.
-        in_front: whether the code that runs now is in front of the blocks; None outside of a stage's forward.
+        weight_name: Name of the weight.
+        in_front: Function that returns whether code before the blocks runs now; None outside of a stage's forward.
     """
 
     weight_name: str
@@ -237,15 +235,15 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Leave out what would be written into a placeholder.
-
-        Raises:
-            UnsupportedModelError: the code behind a block writes, which the stage that holds the weight does not run.
-        """
+        """Skip a write into a placeholder; raise UnsupportedModelError for one by code after a block."""
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("tensor")  # functions of nn.init give it by name
         if isinstance(first, Placeholder) and _writes(func):
-            first._check_write()
+            if first.in_front() is False:
+                raise UnsupportedModelError(
+                    "this model cannot be split into pipeline stages here: its code after the first block writes in "
+                    f"place into {first.weight_name}, which another stage holds.\n  Use pipeline_parallel_size=1."
+                )
             if func.__name__.strip("_") in DRAWS and first.in_front() is None:
                 _draw(func, first, args, kwargs)
             return None if func.__name__ in ("__setitem__", "__set__") else first
@@ -257,14 +255,6 @@ class Placeholder(torch.Tensor):
                     return _like(result, first)
         return result
 
-    def _check_write(self) -> None:
-        """Check that the stage that holds the weight runs the code that writes, too."""
-        if self.in_front() is False:
-            raise UnsupportedModelError(
-                "this model cannot be split into pipeline stages here: its code behind the first block writes in place "
-                f"into {self.weight_name}, which another stage holds.\n  Use pipeline_parallel_size=1."
-            )
-
     def __deepcopy__(self, memo: Any) -> Placeholder:
         """Copy it, without memory."""
         return _like(copy.deepcopy(self.as_subclass(torch.Tensor), memo), self)
@@ -275,22 +265,18 @@ class Placeholder(torch.Tensor):
 
 
 def make_placeholder(parameter: torch.Tensor, name: str, device: torch.device) -> Placeholder:
-    """Return what stands for a weight: of its shape and dtype, not a number."""
+    """Return a placeholder with the shape and dtype of a weight, filled with NaN."""
     placeholder = scalar_placeholder(parameter.dtype, device).expand(parameter.shape).as_subclass(Placeholder)
-    placeholder.weight_name, placeholder.in_front = name, _nowhere
+    placeholder.weight_name, placeholder.in_front = name, type(None)
     return placeholder
 
 
 def scalar_placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return one element that is not a number; 0 as an integer."""
+    """Return a scalar of NaN; 0 for integers."""
     if device.type == "meta":
         return torch.empty((), dtype=dtype, device=device)
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device)
-
-
-def _nowhere() -> None:
-    return None
 
 
 def _like(tensor: torch.Tensor, placeholder: Placeholder) -> Placeholder:
@@ -300,7 +286,7 @@ def _like(tensor: torch.Tensor, placeholder: Placeholder) -> Placeholder:
 
 
 def _draw(func: Any, placeholder: Placeholder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Draw what the stage draws that holds the weight, into nothing."""
+    """Draw the numbers of the stage that holds the weight, and discard them."""
     with no_overrides():
         nothing = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
         if args and not kwargs.keys() & {"tensor"}:

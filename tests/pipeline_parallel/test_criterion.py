@@ -140,6 +140,6 @@ def test_a_penalty_on_all_weights_is_refused_and_one_on_the_head_is_not() -> Non
         model.execute_pipeline(batch, criterion=of_the_head(model))
         of_the_head(plain)(plain(**batch), batch).backward()
     same_gradients(model, plain, 2e-5)
-    pair = "criterion returned a tuple: it returns one tensor, the mean over a micro-batch.*class weights.*count="
+    pair = "criterion returned a tuple, expected one tensor, the mean over a micro-batch.*class weights.*count="
     refused(model, lambda outputs, inputs: (outputs.loss, 3), r"(?s)" + pair)
     model.mpu.destroy()

@@ -52,5 +52,5 @@ def test_an_error_of_the_models_own_code_stays_what_it_is() -> None:
     if model.mpu.is_pipeline_last_stage():
         assert type(info.value) is IndexError
         (note,) = info.value.__notes__
-        assert note.startswith("Raised behind the elements 2 to 3 of the pipeline.")
+        assert note.startswith("Raised after the elements 2 to 3 of the pipeline.")
     model.mpu.destroy()

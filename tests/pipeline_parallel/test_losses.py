@@ -305,7 +305,7 @@ def test_replicas_of_an_unknown_loss_are_averaged_alike_with_a_warning() -> None
         model = autopar.initialize(copy.deepcopy(plain), {}, policy=policy)
         model.zero_grad()
         batch = {"input_ids": _ids()[mine], "labels": labels[mine]}
-        words = r"gradients of replicas with 6 and 14\n  labels are averaged alike, as DistributedDataParallel does"
+        words = r"gradients of replicas with 6 and 14\n  labels are averaged equally, as DistributedDataParallel does"
         for call in range(2):  # once
             with pytest.warns(ShardWarning, match=words) if policy is None and call == 0 else nullcontext():
                 model.execute_pipeline(batch)

@@ -237,7 +237,7 @@ def test_an_optimizer_in_the_backward_is_refused() -> None:
         parameter.grad = torch.ones_like(parameter)
     probes = sgd(probe.parameters())
     model.register_forward_pre_hook(lambda *_: probes.step())  # not of the model
-    words = r"SGD.step\(\) inside of execute_pipeline: the gradients are those of some of its 2 micro-batches,\n  and"
+    words = r"SGD.step\(\) inside of execute_pipeline: the gradients are sums over some of its 2 micro-batches,\n  and"
     with pytest.raises((ConfigError, PipelineError), match=words):
         model.execute_pipeline(language_batches(131, count=1, batch=2)[0])
     dist.barrier()

@@ -95,7 +95,7 @@ def forward_backward(
         backward = not forward_only
         read = functools.partial(_take, iterators, num_microbatches)
         count = (lambda _: 1) if backward and pipeline.averages else None
-        report = functools.partial(pipeline.report, microbatches=num_microbatches, backward=backward)
+        report = functools.partial(pipeline.engine.report, microbatches=num_microbatches, backward=backward)
         batches = read_batch(read, report, pipeline.p2p, pipeline.mpu, count)[0]
         left = [chunks] * len(batches)
 
