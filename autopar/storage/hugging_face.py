@@ -39,6 +39,7 @@ from autopar.storage.lazy_tensor import (
     LazyTensor,
     Stored,
     lazy_view,
+    parts_of,
     permuted,
     reshaped,
     unsqueezed,
@@ -143,7 +144,9 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 class Computed(LazyTensor):
-    """Output ``which`` of an operation that needs its inputs whole; it is run again at each read.
+    """Output ``which`` of an operation, which is run again at each read: on the box alone if it is pointwise.
+
+    Any other operation gets its full inputs: of its result no shard can be read by itself.
 
     Args:
         like: a meta tensor with the output's shape and dtype.
@@ -156,9 +159,24 @@ class Computed(LazyTensor):
         self._which = which
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
+        pointwise = torch.Tag.pointwise in self._call[0].tags
+        for place, part in parts_of(box, self.dtype.itemsize) if pointwise else ():
+            out[place].copy_(self._run(part)[self._which])
+        if not pointwise:
+            InMemory(self._run()[self._which]).read_into(out, box)
+
+    def _run(self, box: Box | None = None) -> list[Any]:
+        """Return the results, those of a pointwise operation for a box of them."""
+
+        def real(value: Any) -> Any:
+            if box is None or not isinstance(value, torch.Tensor):
+                return _real(value)
+            ranges = box[len(box) - value.ndim :]  # a dim of one element stands for any number of them
+            mine = tuple((0, 1) if n == 1 else one for n, one in zip(value.shape, ranges, strict=True))
+            return (value.lazy if isinstance(value, Sketch) else InMemory(value)).read(mine)
+
         func, args, kwargs = self._call
-        leaves = tree_leaves(func(*tree_map(_real, args), **tree_map(_real, kwargs)))
-        InMemory(leaves[self._which]).read_into(out, box)
+        return tree_leaves(func(*tree_map(real, args), **tree_map(real, kwargs)))
 
 
 def _real(value: Any) -> Any:

@@ -8,6 +8,7 @@ straight into their final place when dtype and device are the file's.
     ├── Joined       several side by side along a dim (the shards of a checkpoint, stacked experts)
     ├── InMemory     a tensor in memory
     ├── View         slices, dims in another order, dims of size 1
+    ├── Reshaped     dims split or folded
     └── Converted    another dtype
 
 A piece is what ``save_pretrained`` writes in place of a stored tensor (one of stacked experts, a fused projection).
@@ -91,6 +92,13 @@ def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
             yield ((at, at + 1), *rest)
 
 
+def parts_of(box: Box, itemsize: int) -> Iterator[tuple[tuple[slice, ...], Box]]:
+    """Yield boxes of a bounded number of bytes that make up ``box``, each with its place in a tensor of that box."""
+    for slab in _slabs(tuple(stop - start for start, stop in box), itemsize, _BOUNCE):
+        part = tuple((start + low, start + high) for (start, _), (low, high) in zip(box, slab, strict=True))
+        yield tuple(slice(low, high) for low, high in slab), part
+
+
 class Stored(LazyTensor):
     """``shape`` elements of ``dtype``, contiguous in ``file`` from byte ``offset`` on."""
 
@@ -129,11 +137,10 @@ class Stored(LazyTensor):
 
     def _read_over(self, out: torch.Tensor, box: Box) -> None:
         """Read through a small buffer: another dtype, a GPU, or other strides."""
-        for slab in _slabs(tuple(stop - start for start, stop in box), self.dtype.itemsize, _BOUNCE):
-            part = tuple((start + low, start + high) for (start, _), (low, high) in zip(box, slab, strict=True))
-            buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
+        for place, part in parts_of(box, self.dtype.itemsize):
+            buffer = torch.empty([high - low for low, high in part], dtype=self.dtype, device="cpu")
             self._read_runs(buffer, part, self._run_dim(part))
-            out[tuple(slice(low, high) for low, high in slab)].copy_(buffer)
+            out[place].copy_(buffer)
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -294,12 +301,59 @@ def lazy_view(full: LazyTensor, shape: Sequence[int], stride: Sequence[int], off
     return full if is_full else View(full, shape, dims, starts)
 
 
-def reshaped(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor | None:
-    """Return the tensor with dims split or folded; None unless it is contiguous in a file."""
+def reshaped(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor:
+    """Return the tensor with dims split or folded."""
     if isinstance(lazy, Converted):
-        base = reshaped(lazy.base, shape)
-        return None if base is None else Converted(base, lazy.dtype)
-    return Stored(lazy.file, lazy.offset, lazy.dtype, shape) if isinstance(lazy, Stored) else None
+        return Converted(reshaped(lazy.base, shape), lazy.dtype)
+    return Stored(lazy.file, lazy.offset, lazy.dtype, shape) if isinstance(lazy, Stored) else Reshaped(lazy, shape)
+
+
+class Reshaped(LazyTensor):
+    """The elements of ``base`` in their order, in another shape.
+
+    Dims that are split or folded together are a group. Of each the elements from the first that is needed to the last
+    one are read: a weight with one scale for each block is read in rows of blocks, and in columns of blocks.
+    """
+
+    def __init__(self, base: LazyTensor, shape: Sequence[int]) -> None:
+        super().__init__(shape, base.dtype, [base])
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        if out.numel() == 0:
+            return
+        cover: list[Range] = []  # what is read of the base
+        spans: list[Range] = []  # for each group the elements that are needed of what is read
+        lengths: list[int] = []  # for each group the number of elements that are read
+        sizes: list[int] = []  # of the needed elements, as dims of this tensor
+        inner: list[Range] = []  # what is needed of these dims
+        for old, new in _groups(self.bases[0].shape, self.shape):
+            wanted = box[len(sizes) : len(sizes) + len(new)]
+            first = next((dim for dim, size in enumerate(new) if size > 1), len(new))
+            (low, high), step = wanted[first] if first < len(new) else (0, 1), math.prod(new[first + 1 :])
+            sizes += [high - low if dim == first else size for dim, size in enumerate(new)]
+            inner += [(0, high - low) if dim == first else one for dim, one in enumerate(wanted)]
+            start, stop, begins, rest, single = low * step, high * step, 0, math.prod(old), True
+            for size in old:
+                rest //= size
+                edges = (start // rest % size, (stop - 1) // rest % size + 1) if single else (0, size)
+                cover.append(edges)
+                single, begins = single and edges[1] - edges[0] == 1, begins + edges[0] * rest
+            spans.append((start - begins, stop - begins))
+            lengths.append(math.prod(high - low for low, high in cover[len(cover) - len(old) :]))
+        read = self.bases[0].read(tuple(cover)).reshape(lengths)
+        read = read[tuple(slice(start, stop) for start, stop in spans)].reshape(sizes)
+        out.copy_(read[tuple(slice(start, stop) for start, stop in inner)])
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield runs of dims of two shapes that hold equally many elements, as short ones as there are."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        here, there = i, j
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while (left := math.prod(old[here:i])) != (right := math.prod(new[there:j])):
+            i, j = i + (left < right), j + (left > right)
+        yield old[here:i], new[there:j]
 
 
 def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> LazyTensor:
