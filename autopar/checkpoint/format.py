@@ -327,7 +327,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write ``autopar.json``."""
-        text = json.dumps(self.to_json(), indent=1).encode().removesuffix(b"\n}")
+        text = _lines(self.to_json(), 4).encode().removesuffix(b"\n}")
         (folder / MANIFEST).write_bytes(text + f',\n "{NAME}": "{checksum(text)}"\n}}\n'.encode())
 
     @classmethod
@@ -407,6 +407,18 @@ class Manifest:
             return cls.from_json(data)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {reason(error)}") from error
+
+
+def _lines(value: Any, levels: int, indent: int = 1) -> str:
+    """Return JSON with one line for each file and each tensor.
+
+    Below ``levels`` of dicts json writes in C, without line breaks: with ZeRO 3 there are tensors x ranks of them.
+    """
+    if not levels or not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    start = "\n" + " " * indent
+    entries = (f"{start}{json.dumps(key)}: {_lines(each, levels - 1, indent + 1)}" for key, each in value.items())
+    return f"{{{','.join(entries)}{start[:-1]}}}"
 
 
 def reason(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState
 from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
 from autopar.checkpoint.rotation import next_order, rotate
 from autopar.checkpoint.shards import Shards, write_shard
-from autopar.checkpoint.staging import Staging, fsync_files
+from autopar.checkpoint.staging import Staging, fsync, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
 from autopar.compat.c10d import in_fake_world
 from autopar.compat.tensors import local_part
@@ -214,6 +214,7 @@ class Writer:
     def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
         """Write this rank's files; return its report for the manifest."""
         mpu, written = self.state.mpu, {}
+        place = (mpu.shards.rank, mpu.pp.rank, mpu.copies.rank)
         for part, tensors in local.tensors.items():
             if not tensors and (mpu.rank != 0 or part in ("base", "extra")):
                 continue
@@ -222,10 +223,11 @@ class Writer:
                     f"{folder} was removed by another program, or rank {mpu.rank} does not see rank 0's files\n"
                     "  Save to a file system that all nodes share."
                 )
-            place = (mpu.shards.rank, mpu.pp.rank, mpu.copies.rank)
             specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
             record = write_shard(folder, save_id, part, place, specs, tensors.__getitem__, local.rows[part])
             written[part] = record.to_json()
+        for part in written:  # the disk has begun with the first file while the last one was written
+            fsync(folder / shard_name(part, *place))
         return {**local.report, "files": written}
 
     def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:

@@ -77,7 +77,7 @@ class Entry(NamedTuple):
 
 
 class SafetensorsWriter(Closing):
-    """Writes one file; a context manager. Tensors must come in the order of :attr:`order`.
+    """Writes one file, which no call forces to the disk; a context manager. Tensors come in the order of :attr:`order`.
 
     Args:
         path: the file to make.
@@ -149,10 +149,8 @@ class SafetensorsWriter(Closing):
 
     def __exit__(self, *exc: object) -> None:
         try:
-            if exc[0] is None:
-                if left := len([*self._next]):
-                    raise ValueError(f"{self.path.name} lacks {left} tensors")
-                os.fsync(self._file.fileno())
+            if exc[0] is None and (left := len([*self._next])):
+                raise ValueError(f"{self.path.name} lacks {left} tensors")
         finally:
             self._file.close()
 
