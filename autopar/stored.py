@@ -1,7 +1,7 @@
-"""Weights that a library keeps otherwise than as a tensor of their shape, as quantized weights are.
+"""Weights that a library stores in another form than a tensor of their shape, as quantized weights are.
 
-A feature finds them in layers (table ``forms`` of :class:`autopar.registry.Feature`), and knows how they are cut and
-joined. To a plan the layer of such a weight is an ``nn.Linear`` with a :class:`StandIn` (:func:`as_plain`).
+A feature finds them in layers (table ``forms`` of :class:`autopar.registry.Feature`), shards and gathers them. To a
+plan the layer of such a weight is an ``nn.Linear`` with a :class:`StandIn` (:func:`as_plain`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,10 @@ class Kind:
     takes_rows: bool
 
     def check(self, shown: str, shape: torch.Size, layout: Layout, match: Any) -> None:
-        """Check that a weight of this shape can be laid out so.
+        """Raise ConfigError if a rank would hold a part of a block, or a part of the inputs that its layer needs.
 
-        Args:
-            shown: The path of the weight, for messages.
-            match: The rule with its module (:class:`autopar.plan.matching.RuleMatch`).
-
-        Raises:
-            ConfigError: A rank would hold a part of a block, or a part of the inputs that its layer needs.
+        ``shown`` is the path of the weight, ``match`` the rule with its module
+        (:class:`autopar.plan.matching.RuleMatch`).
         """
         raise NotImplementedError
 
@@ -84,11 +80,9 @@ class StoredWeight:
         raise NotImplementedError
 
     def materialize(self, source: Any, layout: Layout | None, mpu: Any, read: Callable[[], torch.Tensor]) -> None:
-        """Make this rank's shard of a pending weight.
+        """Make this rank's shard of a pending weight from the lazy tensor ``source``.
 
-        Args:
-            source: The lazy tensor that the weight is read from; None if it was drawn.
-            read: Returns this rank's shard of the plain weight.
+        ``read`` returns this rank's shard of the plain weight, if the weight was drawn and ``source`` is None.
         """
         raise NotImplementedError
 
@@ -112,11 +106,7 @@ class StoredWeight:
 
 
 class StandIn(nn.Parameter):
-    """Stands for a stored weight while a plan is made: of its shape, without memory.
-
-    Attributes:
-        kind: The form of the weight.
-    """
+    """Stands for a stored weight while a plan is made: of its shape and kind, without memory."""
 
     kind: Kind
 
@@ -177,8 +167,7 @@ def without_memory(model: nn.Module) -> set[int]:
 def as_plain(model: nn.Module) -> Iterator[None]:
     """Show layers with stored weights as ``nn.Linear`` inside of ``with``, with weights that have no memory.
 
-    Raises:
-        ConfigError: The feature that knows such weights is not installed.
+    Raises ConfigError if the feature that knows such weights is not installed.
     """
     if any(type(parameter).__module__.partition(".")[0] in _LIBRARIES for parameter in model.parameters()):
         registry.need(_FEATURE, f"{type(model).__name__} with quantized weights")
@@ -200,10 +189,7 @@ def as_plain(model: nn.Module) -> Iterator[None]:
 
 
 def quantizers(what: str, quantizer: Any) -> Any:
-    """Return the entry ``quantizers`` of a model whose weights are quantized; None if they are plain.
-
-    Args:
-        quantizer: transformers' object that quantized the model, or None.
+    """Return the entry ``quantizers`` of a model that ``quantizer`` quantized; None if its weights are plain.
 
     Raises:
         ConfigError: The form cannot be sharded, or the feature is not installed.

@@ -164,17 +164,15 @@ def attach(
     hf_prefix: str = "",
     holders: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Give ``model`` its methods.
+    """Give ``model``, the root model, its methods.
 
     Args:
-        model: the root model that was parallelized.
-        plan, mpu: of the model.
-        hf_model: the Hugging Face model in it, often ``model`` itself.
-        hf_prefix: path of ``hf_model`` in ``model``, with or without the last dot; ``""`` if it is the root.
-        holders: with a pipeline, the stages that hold each tensor; the first of them writes it.
+        hf_model: The Hugging Face model in it, often ``model`` itself.
+        hf_prefix: The path of ``hf_model`` in ``model``, with or without the last dot; ``""`` if it is the root.
+        holders: The stages that hold each tensor, with a pipeline; the first of them writes it.
 
     Raises:
-        ValueError: if ``hf_model`` is not there.
+        ValueError: ``hf_model`` is at another path.
     """
     path = hf_prefix.rstrip(".")
     if model.get_submodule(path) is not hf_model:
@@ -217,7 +215,7 @@ _REFUSED = {
 
 
 def refused(name: str, text: str) -> Callable[..., Any]:
-    """Make a method that raises ConfigError if the model is not whole on this rank, else calls its class's."""
+    """Make a method that raises ConfigError if this rank holds a part of the model, else calls the class's method."""
     called = {"should_save_on_this_rank": "save_pretrained"}.get(name, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +229,7 @@ def refused(name: str, text: str) -> Callable[..., Any]:
 
 
 def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Count the parameters of the whole model, as before ``initialize``; no communication."""
+    """Count the parameters of the full model, as before ``initialize``; no communication."""
     if shard_of(self) is None:
         return type(self).num_parameters(self, only_trainable, exclude_embeddings)
     return counted(self, only_trainable, exclude_embeddings)
@@ -260,11 +258,9 @@ def counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
 
 
 def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB", **options: Any) -> str:
-    """``push_to_hub`` of the whole model, with transformers' arguments; every rank calls it, and rank 0 uploads once.
+    """``push_to_hub`` of the full model, with transformers' arguments; every rank calls it, and rank 0 uploads once.
 
-    Raises:
-        ConfigError: of a model inside of the one that was parallelized.
-        CheckpointError: the same on every rank, if the model cannot be saved, or the upload fails.
+    Raises ConfigError for a model inside the parallelized one, and CheckpointError, the same on every rank.
     """
     from autopar.checkpoint.hf_weights import push_merged
 

@@ -2,14 +2,12 @@
 
 A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_avg``. There are two kinds:
 
-* **like** its parameter: it has the parameter's shape, and is sharded by the parameter's own layout.
-* **whole**: of a parameter that is replicated, or stepped whole, of any shape; and single numbers.
+* **like** its parameter: it has the parameter's shape and layout.
+* **whole**: of a parameter that is replicated, or stepped as a full tensor, of any shape; and single numbers.
 
-Numbers, texts and None lie in the metadata, and so do lists: the tensors in them (SOAP's matrices) are called
-``{parameter}::{key}[0]`` and so on.
-
-The fp32 weight of a half-precision parameter is a tensor ``{parameter}::master`` in the parameter's layout. The rest is
-JSON, the same on all ranks with the same parameters:
+Numbers, texts and None are in the metadata, and so are lists: the tensors in them (SOAP's matrices) are called
+``{parameter}::{key}[0]`` and so on. The fp32 weight of a half-precision parameter is a tensor ``{parameter}::master``.
+The rest is JSON, the same on all ranks with the same parameters:
 
     {"class": "torch.optim.adamw.AdamW", "masters": ["wte.weight", ...],
      "groups": [{"options": {"lr": 0.1, ...}, "params": ["wte.weight", ...]}, ...],
@@ -53,9 +51,9 @@ class OptimizerState:
     """One rank's state of an optimizer, to be saved.
 
     Attributes:
-        tensors: name -> this rank's tensor, the optimizer's own and no copy.
+        tensors: name -> this rank's tensor, no copy.
         plans: name -> its full shape, its dtype and its layout.
-        metadata: everything else, as JSON.
+        metadata: The rest, as JSON.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -71,7 +69,7 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
     """Collect this rank's state of the optimizer of ``model``, which is the root model or this rank's stage of it.
 
     Raises:
-        CheckpointError: a parameter is not the model's, or a state cannot be saved (which one, and why).
+        CheckpointError: A parameter is not the model's, or a state cannot be saved.
     """
     title, groups = _title(optimizer), named_groups(optimizer, model, plan)
     tensors: dict[str, torch.Tensor] = {}
@@ -143,13 +141,13 @@ def prepare(
         plan: The plan of the full model for the tensor-parallel size now; the saved one may differ.
         metadata: The merged metadata of all ranks that saved.
         saved: Every optimizer tensor of the checkpoint, of all ranks.
-        dtype_here: Returns the dtype of a state that has the shape of a parameter, from the saved dtype.
+        dtype_here: A function of name, parameter and saved dtype: the dtype of a state of the parameter's shape.
 
     Returns:
-        The tensors to fill, and a function to call then: it gives the optimizer this state instead of the one it has.
+        The tensors to fill, and a function that then gives the optimizer this state instead of its own.
 
     Raises:
-        CheckpointError: the metadata is damaged, or the state is not that of this optimizer (what differs).
+        CheckpointError: The metadata is damaged, or the state is another optimizer's.
     """
     title, groups = _title(optimizer), named_groups(optimizer, model, plan)
     before = OptimizerMetadata.parse(metadata)
@@ -204,7 +202,7 @@ def prepare(
 
 
 def _title(optimizer: Optimizer) -> str:
-    """Return module and class. Raises CheckpointError for one around another, whose ``state`` is not what is used."""
+    """Return module and class. Raises CheckpointError for a wrapper, whose ``state`` is not the used one."""
     title = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and value.state is not optimizer.state:
@@ -216,7 +214,7 @@ def _title(optimizer: Optimizer) -> str:
 
 
 def alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Tell whether a state that is not a single number is sharded over the replicas as its parameter is."""
+    """Return whether a state that is not a single number is sharded over the replicas as its parameter is."""
     if isinstance(value, DTensor) or (isinstance(parameter, DTensor) and value.ndim):
         return (
             isinstance(value, DTensor)
@@ -291,8 +289,7 @@ def _form(
 ) -> tuple[tuple[int, ...], Layout | None]:
     """Return local shape and layout of a state, saved as ``source``, of the parameter ``due``.
 
-    Raises:
-        CheckpointError: it was saved for another shape, or of the whole parameter, which is sharded now.
+    Raises CheckpointError if it was saved for another shape, or of the full parameter, which is sharded now.
     """
     if kind == "like":
         if source.shape != due.shape:
@@ -310,22 +307,22 @@ def _form(
 
 
 def _is_sharded(due: TensorPlan) -> bool:
-    """Tell whether several ranks hold different parts of a tensor."""
+    """Return whether several ranks hold different shards of a tensor."""
     layout = due.layout
     return layout is not None and len({layout.ranges(rank) for rank in range(layout.axis_size)}) > 1
 
 
 @dataclass(frozen=True)
 class OptimizerMetadata:
-    """The metadata, decoded.
+    """The decoded metadata.
 
     Attributes:
-        title: module and class of the optimizer.
-        members: the names of each group's parameters.
-        options: of each group.
-        state: parameter -> key -> a value, a list, or the kind of a tensor.
-        tensors: the names of the tensors, fp32 weights included.
-        other: state that belongs to no parameter.
+        title: Module and class of the optimizer.
+        members: The names of each group's parameters.
+        options: The options of each group.
+        state: Parameter -> key -> a value, a list, or the kind of a tensor.
+        tensors: The names of the tensors, fp32 weights included.
+        other: The state that belongs to no parameter.
     """
 
     title: str
@@ -366,13 +363,9 @@ class OptimizerMetadata:
     def check_groups(
         self, groups: Sequence[Sequence[tuple[str, nn.Parameter]]], here: set[str], plan: Plan, title: str
     ) -> None:
-        """Raise CheckpointError unless each parameter is in the group in which it was.
+        """Raise CheckpointError unless each parameter of ``groups`` is in the group in which it was, in any order.
 
-        Their order in a group decides nothing. Parameters of other stages are not compared.
-
-        Args:
-            groups: the optimizer's, with names.
-            here: names of the parameters of this rank's model.
+        ``here`` are the names of the parameters of this rank's model; those of other stages are not compared.
         """
         same = "\n  Make the same groups as in the run that saved it."
         if len(self.members) != len(groups):
@@ -396,7 +389,7 @@ class OptimizerMetadata:
             )
 
     def check_names(self, saved: Mapping[str, TensorPlan]) -> None:
-        """Raise CheckpointError unless the checkpoint has the tensors that the metadata names, and no others."""
+        """Raise CheckpointError unless the checkpoint has exactly the tensors that the metadata names."""
         missing, unexpected = sorted(self.tensors - {*saved}), [name for name in saved if name not in self.tensors]
         if missing or unexpected:
             raise CheckpointError(
@@ -410,8 +403,7 @@ class OptimizerMetadata:
 def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the metadata of all ranks: stages hold other parameters, ZeRO replicas other states.
 
-    Raises:
-        CheckpointError: they contradict each other: another class, other options, or another state of one parameter.
+    Raises CheckpointError if they differ in the class, an option, or the state of one parameter.
     """
     first = ranks[0]
     members = [dict.fromkeys(group["params"]) for group in first["groups"]]

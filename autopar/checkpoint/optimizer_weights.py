@@ -1,8 +1,7 @@
-"""The state of a parallelized model's optimizer beside torch's: master weights, a loss scale, ZeRO-1 owners.
+"""The state of a parallelized model's optimizer next to torch's: master weights, a loss scale, ZeRO-1 owners.
 
 ``initialize`` leaves it in ``optimizer._autopar``. The fp32 weight of a half-precision parameter is saved among the
-optimizer's tensors as ``{parameter}::master``, in the parameter's layout. So the numbers that training goes on with
-are in the checkpoint whatever the precision, and a run of another precision takes them from there.
+optimizer's tensors as ``{parameter}::master``, so a run of any precision continues from the same numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ LOSS_SCALE = "loss_scale"
 
 
 def step_of(optimizer: torch.optim.Optimizer | None) -> ParallelStep | None:
-    """Return what ``initialize`` left on the optimizer, if it was given to it."""
+    """Return the object that ``initialize`` leaves on an optimizer; None without it."""
     return getattr(optimizer, "_autopar", None)
 
 
 def keeps_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Tell whether this rank keeps the optimizer's state of a parameter."""
+    """Return whether this rank keeps the optimizer's state of a parameter."""
     step = step_of(optimizer)
     return step is None or step.keeps_state(parameter)
 
 
 def as_stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, due: TensorPlan) -> TensorPlan:
-    """Return the plan of what the optimizer steps for a parameter: without layout, if it steps whole ones."""
+    """Return the plan of the tensor that the optimizer steps for a parameter: without layout, if it steps full ones."""
     step = step_of(optimizer)
     return due if step is None or parameter not in step.whole else replace(due, layout=None)
 
@@ -55,7 +54,7 @@ def master_name(parameter: str) -> str:
 
 
 def master_weights(optimizer: torch.optim.Optimizer, plan: Plan) -> dict[str, torch.Tensor]:
-    """Return this rank's fp32 master weights by the parameter's canonical name: the optimizer's own and no copies."""
+    """Return this rank's fp32 master weights, no copies, by the parameter's canonical name."""
     step = step_of(optimizer)
     if step is None or step.masters is None:
         return {}
@@ -65,22 +64,21 @@ def master_weights(optimizer: torch.optim.Optimizer, plan: Plan) -> dict[str, to
 
 
 def has_master_weights(manifest: Manifest) -> bool:
-    """Tell whether a checkpoint holds fp32 weights of half-precision parameters."""
+    """Return whether a checkpoint holds fp32 weights of half-precision parameters."""
     optimizer = manifest.training.get("optimizer")
     return isinstance(optimizer, dict) and bool(optimizer.get("masters"))
 
 
 class TrainingWeights:
-    """Which saved tensors fill the weights of a model that goes on training, whatever precision either has.
+    """The saved tensors that fill the weights of a model in training, whatever precision either has.
 
     Making it checks the checkpoint and changes nothing.
 
     Args:
         optimizer: The optimizer to load; None loads the model alone.
-        manifest: The manifest of the checkpoint; it holds an optimizer if one is loaded.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: The checkpoint is damaged.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> None:
@@ -107,23 +105,23 @@ class TrainingWeights:
                 raise CheckpointError(f"the loss scale in the checkpoint is damaged: {error!r}") from error
 
     def source(self, name: str, dtype: torch.dtype) -> tuple[str, str]:
-        """Return the tensor and the part from which a model's tensor of ``dtype`` is read.
+        """Return the tensor and the part from which a model's tensor of ``dtype`` is read: the most precise one.
 
-        Its own bits where the checkpoint has it in that dtype, else the most precise number there is.
+        If the checkpoint has the model's tensor in that dtype, these are its own bits.
         """
         same = self._manifest.tensors[name].dtype == dtype_name(dtype)
         return (name, "model") if same or name not in self._saved else (self._saved[name], "optimizer")
 
     def keeps_all(self, name: str, dtype: torch.dtype) -> bool:
-        """Tell whether training goes on with every bit, though the model's tensor has another dtype."""
+        """Return whether training continues with every bit, though the model's tensor has another dtype."""
         return self._now(name, dtype) == self._then(name)
 
     def drops(self, name: str, dtype: torch.dtype) -> bool:
-        """Tell whether training goes on without the fp32 weight that the checkpoint has."""
+        """Return whether training continues without the fp32 weight in the checkpoint."""
         return name in self._saved and self._now(name, dtype) != torch.float32
 
     def _now(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of what the optimizer steps for a parameter of ``dtype``."""
+        """Return the dtype of the tensor that the optimizer steps for a parameter of ``dtype``."""
         half = dtype in (torch.bfloat16, torch.float16)
         return torch.float32 if half and self._step is not None and self._step.masters is not None else dtype
 
@@ -131,7 +129,7 @@ class TrainingWeights:
         return torch.float32 if name in self._saved else dtype_of(self._manifest.tensors[name].dtype)
 
     def state_dtype(self, name: str, parameter: torch.Tensor, saved: torch.dtype) -> torch.dtype:
-        """Return the dtype of a state of its parameter's shape: what had the stepped weight's dtype has it again."""
+        """Return the dtype of a state of its parameter's shape: the stepped weight's if it was saved in that."""
         return self._now(name, parameter.dtype) if saved == self._then(name) else saved
 
     def finish(self) -> None:

@@ -28,17 +28,14 @@ if TYPE_CHECKING:
 
 
 class Shards(Closing):
-    """The shard files of one checkpoint; a context manager. Files are opened when they are first needed.
+    """The shard files of one checkpoint, opened when they are first needed; a context manager.
 
     Args:
-        folder: of the checkpoint.
-        parts: which of its parts are going to be used; presence and size of all their files are checked at once.
-
-    Attributes:
-        manifest: the checkpoint's.
+        folder: The folder of the checkpoint.
+        parts: The parts to use; presence and size of all their files are checked at once.
 
     Raises:
-        CheckpointError: for a file that is missing, truncated, swapped, of another save, or holds something else.
+        CheckpointError: A file is missing, truncated, swapped, of another save, or holds something else.
     """
 
     def __init__(self, folder: Path, parts: Iterable[str] = WEIGHTS) -> None:
@@ -107,23 +104,23 @@ class Shards(Closing):
         return reader
 
     def stored(self, parts: Iterable[str]) -> Iterator[tuple[int, str, str, Part]]:
-        """Iterate over what the files of some parts hold: bytes, file, tensor, part."""
+        """Yield bytes, file, tensor and part of all that the files of some parts hold."""
         for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts):
             for file, record in part.files.items():
                 for name in record.checksums:
                     yield nbytes(dtype_of(part.tensors[name].dtype), record.shape(part.tensors[name])), file, name, part
 
     def verify(self, part: Part, file: str, name: str) -> None:
-        """Raise CheckpointError if the bytes of a tensor in a file are not those that were saved."""
+        """Raise CheckpointError if the bytes of a tensor in a file differ from those that were saved."""
         self._open(part, file).verify(name, part.files[file].checksums[name])
 
     def verify_share(self, parts: Iterable[str], rank: int = 0, world: int = 1) -> None:
-        """Verify what ``rank`` of ``world`` has to: ranks take turns, the largest shards first."""
+        """Verify the share of ``rank`` of ``world``: ranks take turns, the largest shards first."""
         for _, file, name, part in sorted(self.stored(parts), key=lambda one: (-one[0], *one[1:3]))[rank::world]:
             self.verify(part, file, name)
 
     def verify_along(self, names: Iterable[str] | None = None) -> None:
-        """Raise CheckpointError if a small file of the save is missing or is not the one that was saved."""
+        """Raise CheckpointError if a small file of the save is missing or changed."""
         for name in self.manifest.along if names is None else names:
             path = self.folder / name
             if not path.is_file():
@@ -135,9 +132,9 @@ class Shards(Closing):
                 )
 
     def lazy(self, name: str, part: str = "model") -> LazyTensor:
-        """Return the full tensor, to be read in ranges from the files that hold them. Nothing is verified.
+        """Return the full tensor, to be read in ranges, without verification.
 
-        Reading raises CheckpointError for a file that is not what the manifest says.
+        Reading raises CheckpointError for a file that differs from the manifest.
         """
         there = self.manifest.parts[part]
         plan, layout = there.tensors[name], there.tensors[name].layout
@@ -161,7 +158,7 @@ class Shards(Closing):
 
     @torch.no_grad()
     def read_shard(self, name: str, part: str, layout: Layout | None, mpu: MPU, out: torch.Tensor) -> None:
-        """Read what this rank holds of a tensor by ``layout`` into ``out``; of a DTensor its own rows only."""
+        """Read this rank's shard of a tensor by ``layout`` into ``out``; of a DTensor its own rows only."""
         from torch.distributed.tensor import DTensor  # takes half a second, which what reads a folder alone spares
 
         shard = lazy_shard(self.lazy(name, part), layout, mpu.shards.rank)
@@ -206,7 +203,7 @@ def write_shard(
     tensor: Callable[[str], torch.Tensor],
     rows: Mapping[str, Range] = MappingProxyType({}),
 ) -> FileRecord:
-    """Write the shard file of rank ``(tp, pp, dp)``; ``tensor`` returns each of its tensors when its turn has come.
+    """Write the shard file of rank ``(tp, pp, dp)``; ``tensor`` returns each tensor when its turn comes.
 
     Raises CheckpointError if the file cannot be written.
     """
@@ -222,19 +219,17 @@ def write_shard(
 
 
 def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None = None) -> dict[str, Any]:
-    """Check that every file is there, that every byte is the one that was saved, and that nothing lies there besides.
-
-    Reading the manifest already checks that the shards cover every row of every shard exactly once.
+    """Check that all files of a checkpoint are there and hold the bytes that were saved, and that there are no others.
 
     Args:
-        directory: folder that ``save_parallelized``, ``split`` or ``reshard`` wrote.
-        progress: show a progress bar; by default on a terminal.
+        directory: The folder that ``save_parallelized``, ``split`` or ``reshard`` wrote.
+        progress: Whether to show a progress bar; by default on a terminal.
 
     Returns:
         ``{"directory": str, "files": int, "tensors": int, "bytes": int, "problems": [str]}``
 
     Raises:
-        CheckpointError: the folder has no manifest that can be read.
+        CheckpointError: The folder has no readable manifest.
     """
     folder = Path(directory)
     problems: list[str] = []

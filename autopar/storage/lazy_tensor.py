@@ -39,8 +39,7 @@ class LazyTensor(ABC):
     """A tensor that is read in boxes: a range along each dim.
 
     Attributes:
-        shape, dtype: as it is stored.
-        bases: the lazy tensors that it is made of.
+        bases: The lazy tensors that it is made of.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, bases: Iterable[LazyTensor] = ()) -> None:
@@ -53,12 +52,12 @@ class LazyTensor(ABC):
         """Write the elements of ``box`` into ``out``, which has the box's sizes; any dtype, device and strides."""
 
     def files(self) -> Iterator[RangeFile]:
-        """Iterate over the files that its bytes lie in, some of them several times."""
+        """Yield the files of its bytes, some of them several times."""
         for base in self.bases:
             yield from base.files()
 
     def slabs(self, limit: int) -> Iterator[Box]:
-        """Iterate over boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
+        """Yield boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
         return _slabs(self.shape, self.dtype.itemsize, limit)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
@@ -146,8 +145,7 @@ class Stored(LazyTensor):
 def memory(tensor: torch.Tensor) -> memoryview:
     """Return the memory from the first to the last element of a tensor on the CPU, writable.
 
-    ``Tensor.numpy`` would do, but it makes the storage one that can never be resized, which sharded data parallelism
-    needs to do later.
+    ``Tensor.numpy`` would fix the size of the storage, which sharded data parallelism resizes later.
     """
     if tensor.numel() == 0:
         return memoryview(bytearray())
@@ -191,10 +189,7 @@ class InMemory(LazyTensor):
 
 @torch.no_grad()
 def read_shard(lazy: LazyTensor, layout: Layout | None, rank: int, out: torch.Tensor) -> None:
-    """Read what ``rank`` holds of ``lazy`` by ``layout`` (None: all of it) into ``out``, its final storage.
-
-    Raises ``ValueError`` if ``out`` does not have the shard's shape.
-    """
+    """Read the shard of ``rank`` by ``layout`` (None: all) into ``out``. Raises ``ValueError`` for its shape."""
     shard = lazy_shard(lazy, layout, rank)
     shard.check_shape(out)
     shard.read_into(out, whole_box(shard.shape))
@@ -215,8 +210,8 @@ class View(LazyTensor):
     """Ranges of the dims of ``base``, in any order, with dims of size 1 left out or added.
 
     Args:
-        dims: for each dim the one of ``base`` that it is a range of; None: one of size 1 that is added.
-        starts: where the range begins in each dim of ``base``. Those that are left out have one element.
+        dims: The dim of ``base`` that each dim is a range of; None for an added one of size 1.
+        starts: The beginning of the range in each dim of ``base``; dims that are left out have one element.
     """
 
     def __init__(
@@ -227,7 +222,7 @@ class View(LazyTensor):
         self._kept = [dim for dim in self.dims if dim is not None]
 
     def slabs(self, limit: int) -> Iterator[Box]:
-        """Yield one box if dims are in another order: a part of its rows lies in every row of ``base``."""
+        """Yield one box if dims are in another order: a part of its rows is in every row of ``base``."""
         return super().slabs(limit) if self._kept == sorted(self._kept) else iter((whole_box(self.shape),))
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
@@ -280,10 +275,9 @@ class Converted(LazyTensor):
 
 
 def lazy_view(full: LazyTensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> LazyTensor | None:
-    """Return a view of a contiguous tensor as ranges of its dims; None if it is none (elements skipped, dims folded).
+    """Return a view, by shape, stride and offset in elements, of a contiguous tensor as ranges of its dims.
 
-    Args:
-        shape, stride, offset: of the view, in elements.
+    None if there are no such ranges: elements are skipped, or dims folded.
     """
     steps = [math.prod(full.shape[dim + 1 :]) for dim in range(len(full.shape))]
     starts = []
@@ -360,11 +354,11 @@ def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> La
     """Return the piece, to be read in ranges; a view that is not a box of its tensors is read at once.
 
     Args:
-        of: the stored tensor that it is a view of, unless it is joined.
-        stored: opens a stored tensor.
+        of: The stored tensor that it is a view of, unless it is joined.
+        stored: A function that opens a stored tensor.
 
     Raises:
-        CheckpointError: the piece does not lie inside what it is a view of.
+        CheckpointError: The piece exceeds the tensor that it is a view of.
     """
     if piece.joined is None and not of:
         return InMemory(torch.zeros(piece.shape, dtype=torch.bool))  # the least of dtypes
