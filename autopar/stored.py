@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class Kind:
         raise NotImplementedError
 
 
-class StoredWeight:
+class StoredWeight(Protocol):
     """The weight of one linear layer in the form of a library.
 
     Attributes:
@@ -69,26 +69,21 @@ class StoredWeight:
 
     def layer_class(self, rule: str) -> Any:
         """Return the class of a ``column`` or ``row`` layer, which is mixed with the class of the library."""
-        raise NotImplementedError
 
     def shard(self, layout: Layout, rank: int) -> None:
         """Keep the shard of ``rank``; no communication."""
-        raise NotImplementedError
 
     def join(self, layout: Layout, axis: Any) -> None:
         """Undo :meth:`shard`; a collective of the axis."""
-        raise NotImplementedError
 
     def materialize(self, source: Any, layout: Layout | None, mpu: Any, read: Callable[[], torch.Tensor]) -> None:
         """Make this rank's shard of a pending weight from the lazy tensor ``source``.
 
         ``read`` returns this rank's shard of the plain weight, if the weight was drawn and ``source`` is None.
         """
-        raise NotImplementedError
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the weight next to the parameter, by name."""
-        raise NotImplementedError
 
     def check_dtype(self, path: str, dtype: torch.dtype) -> None:
         """Raise ConfigError if the layer at ``path`` cannot multiply inputs of this dtype."""
@@ -98,11 +93,9 @@ class StoredWeight:
 
     def drop(self) -> None:
         """Free the memory of the weight."""
-        raise NotImplementedError
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight, ``[out, in]``, that the layer multiplies with."""
-        raise NotImplementedError
 
 
 class StandIn(nn.Parameter):
@@ -132,8 +125,7 @@ def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
     """Return the stored weights of ``model``, by the path of their layer."""
     if not _finders():
         return {}
-    found = ((path, stored_weight(module)) for path, module in model.named_modules())
-    return {path: stored for path, stored in found if stored is not None}
+    return {path: stored for path, module in model.named_modules() if (stored := stored_weight(module)) is not None}
 
 
 def keep_form(model: nn.Module, keep: bool) -> None:

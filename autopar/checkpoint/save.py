@@ -31,7 +31,7 @@ from autopar.checkpoint.shards import Shards, write_shard
 from autopar.checkpoint.staging import Staging, fsync, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
 from autopar.compat.c10d import in_fake_world
-from autopar.compat.tensors import local_part
+from autopar.compat.tensors import local_part, tree_map
 from autopar.distributed.agree import Ranks, all_ranks, barrier, deal, rank_zero
 from autopar.distributed.digest import sum_of_bits
 from autopar.errors import CheckpointError
@@ -206,8 +206,7 @@ class Writer:
         """Make the temporary folder, on rank 0; return its path and the id of the save."""
         self.staging = Staging(Path(self.request.directory))
         folder = self.staging.temp / (_SHARDS if self.request.merge_checkpoints else "")
-        if self.request.merge_checkpoints:
-            folder.mkdir()
+        folder.mkdir(exist_ok=True)
         return [str(folder), self.staging.id]
 
     def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
@@ -239,16 +238,13 @@ class Writer:
             self.tokenizer.save_pretrained(temp)
         written = (path for path in temp.iterdir() if path.is_file() and path.name not in known)
         along = {path.name: file_checksum(path) for path in written}
-        order = next_order(self.staging.target)
-        manifest = _manifest(self.state, save_id, reports, along)
+        order, manifest = next_order(self.staging.target), _manifest(self.state, save_id, reports, along)
         notes = {name: note for report in reports for name, note in report["base notes"].items()}
         forms = {name: tensor.quantized for name, tensor in self.state.quantized.items()}
-        base = QuantizedBase(self.base_name, forms, notes)
-        replace(manifest, order=order, base=base).write(folder)
+        replace(manifest, order=order, base=QuantizedBase(self.base_name, forms, notes)).write(folder)
         if self.request.merge_checkpoints:
             with Shards(folder) as shards:
-                size, format = self.request.max_shard_size, self.request.format
-                write_merged(shards, temp, size, format, progress=False)
+                write_merged(shards, temp, self.request.max_shard_size, self.request.format, progress=False)
             shutil.rmtree(folder)
         fsync_files(temp)
         self.staging.commit()
@@ -348,11 +344,11 @@ class Snapshot:
 
     def sizes(self) -> dict[str, list[Any]]:
         """Return the bytes of each set, and a digest of what is in it, for :func:`shares`."""
-        facts = {
-            key: [(h.part, h.plan.name, h.tensor.shape, h.tensor.dtype) for h in self.sets[key]] for key in self.sets
-        }
-        digests = {key: checksum(str(each).encode()) for key, each in facts.items()}
-        return {key: [sum(h.tensor.nbytes for h in held), digests[key]] for key, held in self.sets.items()}
+        found: dict[str, list[Any]] = {}
+        for key, held in self.sets.items():
+            facts = [(h.part, h.plan.name, h.tensor.shape, h.tensor.dtype) for h in held]
+            found[key] = [sum(h.tensor.nbytes for h in held), checksum(str(facts).encode())]
+        return found
 
     def cut(self, spans: Mapping[str, Range]) -> Snapshot:
         """Return the contribution with the rows that begin in these bytes of the sets."""
@@ -377,11 +373,7 @@ class Snapshot:
 
     def copied(self) -> Snapshot:
         """Copy the tensors to host memory, so that training can go on while they are written."""
-        copies = {
-            part: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-            for part, tensors in self.tensors.items()
-        }
-        return replace(self, tensors=copies)
+        return replace(self, tensors=tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), self.tensors))
 
 
 def snapshot(

@@ -43,11 +43,8 @@ class Shards(Closing):
         self.manifest = Manifest.read(folder)
         self._readers: dict[str, SafetensorsReader] = {}
         self._lock = threading.Lock()  # several threads read weights
-        files = [
-            (part, name, record)
-            for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts)
-            for name, record in part.files.items()
-        ]
+        used = [self.manifest.parts[name] for name in parts if name in self.manifest.parts]
+        files = [(part, name, record) for part in used for name, record in part.files.items()]
         missing = [name for _, name, _ in files if not (folder / name).is_file()]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -122,8 +119,7 @@ class Shards(Closing):
     def verify_along(self, names: Iterable[str] | None = None) -> None:
         """Raise CheckpointError if a small file of the save is missing or changed."""
         for name in self.manifest.along if names is None else names:
-            path = self.folder / name
-            if not path.is_file():
+            if not (path := self.folder / name).is_file():
                 raise CheckpointError(f"{self.folder} is incomplete: {name} is missing")
             if file_checksum(path) != self.manifest.along[name]:
                 raise CheckpointError(
@@ -136,8 +132,7 @@ class Shards(Closing):
 
         Reading raises CheckpointError for a file that differs from the manifest.
         """
-        there = self.manifest.parts[part]
-        plan, layout = there.tensors[name], there.tensors[name].layout
+        there, plan = self.manifest.parts[part], self.manifest.parts[part].tensors[name]
         if not math.prod(plan.shape):
             return InMemory(torch.empty(plan.shape, dtype=dtype_of(plan.dtype)))
 
@@ -146,7 +141,7 @@ class Shards(Closing):
             rows = [_Rows(there.files[file].shape(plan), plan, partial(self._open, there, file)) for file in files]
             return rows[0] if len(rows) == 1 else Joined(rows, 0)
 
-        if layout is None:
+        if (layout := plan.layout) is None:
             return shard(0)
         pieces: list[tuple[int, LazyTensor]] = []
         for tp in filter(layout.owned, range(self.manifest.sizes.tp)):
@@ -234,9 +229,9 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
     folder = Path(directory)
     problems: list[str] = []
 
-    def passes(check: Callable[[Any], object], what: Any) -> bool:
+    def passes(check: Callable[..., object], *what: Any) -> bool:
         try:
-            check(what)
+            check(*what)
         except CheckpointError as error:
             problems.append(str(error))
             return False
@@ -250,17 +245,16 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
         for name in manifest.along:
             passes(shards.verify_along, [name])
         parts = {name: part for part in manifest.parts.values() for name in part.files}
-        intact = {name for name in present if passes(lambda file: shards._open(parts[file], file), name)}
+        intact = {name for name in present if passes(shards._open, parts[name], name)}
         stored = [shard for shard in shards.stored(PARTS) if shard[1] in present]
         total = sum(size for size, *_ in stored)
         with progress_bar("checking", total, progress) as bar:
             for size, file, name, part in stored:
                 if file in intact:
-                    passes(partial(shards.verify, part, file), name)
+                    passes(shards.verify, part, file, name)
                 bar.update(size)
-    for path in sorted(folder.glob("*-tp*-pp*.safetensors")):
-        if path.name not in known:
-            problems.append(f"{path} does not belong to this checkpoint")
+    strange = (path for path in sorted(folder.glob("*-tp*-pp*.safetensors")) if path.name not in known)
+    problems += [f"{path} does not belong to this checkpoint" for path in strange]
     return {
         "directory": str(folder),
         "files": len(known),

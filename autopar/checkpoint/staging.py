@@ -7,6 +7,7 @@ a killed one left, but not the folder into which another job writes: the name sa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -16,7 +17,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ class Staging:
             shutil.rmtree(self.temp, ignore_errors=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def output_folder(verb: str, source: Path, destination: str | os.PathLike[str], force: bool) -> Iterator[Staging]:
     """Stage a folder while the body writes into it, then commit it; after an error nothing of it is left.
 
@@ -216,13 +216,9 @@ def _merged(path: Path) -> bool:
     """Return whether a file was merged from the shards of a plain module, which has no ``config.json``."""
     if path.suffix == ".json":  # the index of several
         path = next(iter(sorted(path.parent.glob("model-*.safetensors"))), path)
-    try:
-        if path.suffix != ".safetensors":
-            return False
-        with SafetensorsReader(path) as reader:
-            return MERGED in reader.metadata
-    except CheckpointError:
-        return False
+    with contextlib.suppress(CheckpointError), SafetensorsReader(path) as reader:
+        return MERGED in reader.metadata
+    return False
 
 
 def _carry_over(target: Path, temp: Path) -> None:

@@ -94,7 +94,7 @@ class Background:
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            kind = f"{type(error).__name__}: " * (not isinstance(error, CheckpointError))
             raise CheckpointError(f"the save in the background failed: {kind}{error}") from error
 
     def close(self) -> None:
