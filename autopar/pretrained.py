@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from autopar import registry
 from autopar.api import initialize
-from autopar.checkpoint.optimizer_weights import has_master_weights
+from autopar.checkpoint.optimizer_state import has_master_weights
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.compat.transformers import from_config

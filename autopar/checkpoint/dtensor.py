@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from autopar.checkpoint.optimizer_state import COUNTERS, named_groups, new_option, take
-from autopar.checkpoint.optimizer_weights import keeps_state, step_of
+from autopar.checkpoint.optimizer_state import COUNTERS, keeps_state, named_groups, new_option, step_of, take
 from autopar.checkpoint.state import local_tensors, state_of
 from autopar.compat.tensors import TO_COPY, disabled_torch_function, wrapper_subclass
 from autopar.errors import CheckpointError, listed

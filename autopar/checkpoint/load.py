@@ -15,8 +15,7 @@ from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import absolute, check_same_call, seconds
 from autopar.checkpoint.extra import fill_shards, saved_shards
 from autopar.checkpoint.format import WEIGHTS
-from autopar.checkpoint.optimizer_state import Targets, prepare
-from autopar.checkpoint.optimizer_weights import TrainingWeights, master_weights
+from autopar.checkpoint.optimizer_state import Targets, TrainingWeights, master_weights, prepare
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of

@@ -24,8 +24,15 @@ from autopar.checkpoint.arguments import SaveRequest, check_same_call, seconds
 from autopar.checkpoint.extra import Extra, check_extra, check_replicas
 from autopar.checkpoint.format import PARTS, FileRecord, Manifest, Part, QuantizedBase, shard_name, versions
 from autopar.checkpoint.offline import write_merged
-from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState, merge_metadata, take
-from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
+from autopar.checkpoint.optimizer_state import (
+    LOSS_SCALE,
+    OptimizerMetadata,
+    OptimizerState,
+    merge_metadata,
+    parameters_by_name,
+    step_of,
+    take,
+)
 from autopar.checkpoint.rotation import next_order, rotate
 from autopar.checkpoint.shards import Shards, write_shard
 from autopar.checkpoint.staging import Staging, fsync, fsync_files
