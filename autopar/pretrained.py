@@ -15,7 +15,6 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from autopar import registry
 from autopar.api import initialize
-from autopar.checkpoint.optimizer_state import has_master_weights
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.compat.transformers import from_config
@@ -202,7 +201,8 @@ def _from_shards(
     }
     dtype, generation = options.pop("dtype"), options.pop("generation_config", None)
     beside_half = parsed.precision != "fp32" and not parsed.fully_sharded
-    if trained and dtype == "auto" and not beside_half and has_master_weights(shards.manifest):
+    saved = shards.manifest.training.get("optimizer")
+    if trained and dtype == "auto" and not beside_half and isinstance(saved, dict) and saved.get("masters"):
         dtype = torch.float32  # the fp32 weights that from_parallelized(optimizer=) finds have no other place
     with lazy_init():
         model = _built(model_class, folder, dtype, options)

@@ -473,12 +473,6 @@ def master_weights(optimizer: torch.optim.Optimizer, plan: Plan) -> dict[str, to
     return {plan.canonical(name): weight for name, weight in held.items() if weight is not None}
 
 
-def has_master_weights(manifest: Manifest) -> bool:
-    """Return whether a checkpoint holds fp32 weights of half-precision parameters."""
-    optimizer = manifest.training.get("optimizer")
-    return isinstance(optimizer, dict) and bool(optimizer.get("masters"))
-
-
 class TrainingWeights:
     """The saved tensors that fill the weights of a model in training, whatever precision either has.
 

@@ -52,9 +52,8 @@ class RangeFile(Closing):
         A row-parallel weight has one in every row, so this loop has only the calls (measured: 1.5 us each, without
         copying). Raises CheckpointError if the file ends before.
         """
-        preadv = os.preadv
+        preadv, handle = os.preadv, self._opened()
         try:
-            handle = self._opened()
             for here, there in places:
                 done = preadv(handle, [target[here : here + length]], there)
                 while done < length:  # one call reads at most 2 GiB
@@ -69,10 +68,12 @@ class RangeFile(Closing):
 
     def _opened(self) -> int:
         with _opening:
-            if self._handle is None:
-                self._handle = os.open(self.path, os.O_RDONLY)
-            if self._first is None:
-                self._first = self._state(self._handle)
+            try:
+                if self._handle is None:
+                    self._handle = os.open(self.path, os.O_RDONLY)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+            self._first = self._first or self._state(self._handle)
         return self._handle
 
     @staticmethod
@@ -80,15 +81,13 @@ class RangeFile(Closing):
         found = os.fstat(handle)
         return found.st_size, found.st_mtime_ns
 
+    def size(self) -> int:
+        """Return the bytes of the file. Raises CheckpointError if it cannot be opened."""
+        return self._state(self._opened())[0]
+
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file was written into or removed since it was opened first."""
-        if self._first is None:
-            return
-        try:
-            now = self._state(self._opened())
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if now != self._first:
+        if self._first is not None and (now := self._state(self._opened())) != self._first:
             grown = f" (it had {self._first[0]} bytes, now {now[0]})" if now[0] != self._first[0] else ""
             raise CheckpointError(
                 f"{self.path} was written to while it was being loaded{grown}: the weights may be of both files.\n"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,11 +173,7 @@ class SafetensorsReader(Closing):
             raise CheckpointError(f"{path} is no whole safetensors file: {said}") from error
 
     def _read_header(self) -> tuple[dict[str, str], dict[str, Entry]]:
-        try:
-            size = os.stat(self.path).st_size
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if size < 8:
+        if (size := self._file.size()) < 8:
             raise ValueError(f"it has {size} bytes, its header alone should have more than 8")
         start = bytearray(8)
         self._file.read_into(memoryview(start), 0)
