@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
+from autopar import registry
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.compat.tensors import own_buffers, own_parameters, version_of
@@ -93,6 +94,8 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     what = str(config.pretrained_model_name_or_path or type(model).__name__)
     if (quantized := quantizers(what, config.hf_quantizer)) is not None:
         original, config = quantized.read(original, model, config)
+    elif config.hf_quantizer and (entry := registry.entry("quantizers", "transformers")) is not None:
+        original = entry.dequantize(original)
     if config.device_map is not None:
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
     pending = [path for path, stored in stored_weights(model).items() if stored.pending]
