@@ -61,7 +61,8 @@ def load(
     try:
         all_ranks(mpu, check, check=check_same_call)
         (loader,) = prepared
-        all_ranks(mpu, lambda: loader.verify() if verify else None)
+        share = loader.parts if verify else ()
+        all_ranks(mpu, lambda: loader.shards.verify_share(share, mpu.rank, mpu.world_size))
         all_ranks(mpu, loader.fill, lambda: "The model is partly loaded.")
         _warn_of_dtypes(loader)
     finally:
@@ -117,10 +118,6 @@ class Loader:
             facts, tensors = saved["optimizer"], self.shards.manifest.parts["optimizer"].tensors
             rest = (self.state.plan, rank, facts, tensors, self.weights.state_dtype)
             self.targets, self.finish = prepare(optimizer, self.model, *rest)
-
-    def verify(self) -> None:
-        """Read the shards assigned to this rank and compare their checksums."""
-        self.shards.verify_share(self.parts, self.state.mpu.rank, self.state.mpu.world_size)
 
     def fill(self) -> None:
         """Read this rank's ranges into their places."""
