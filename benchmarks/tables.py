@@ -58,7 +58,7 @@ SECTIONS = {
     "saving": (
         "Saving on 4 ranks",
         "The weights and AdamW's state of a Llama (experts: a Mixtral), written by all ranks. A share is all bytes "
-        "divided by 4. `torch` is FSDP2 with `torch.distributed.checkpoint`, in turns with autopar's ZeRO 3 in the same ranks.",
+        "divided by 4. `torch` is FSDP2 with `torch.distributed.checkpoint`, in turns with autopar's ZeRO 3.",
     ),
     "merging": (
         "Merging a checkpoint",

@@ -72,8 +72,8 @@ def save_parallelized(
             gets its shards back, on any mesh.
         keep_last: The number of checkpoints of the same series (``step-100``, ``step-200``) that remain, the ones saved
             last. Files in the folders of removed ones that no save has written stay there.
-        async_save: Whether to copy to host memory, return, and write in the background. The next call raises an error of
-            it and does nothing else, or ``model.wait_for_save()`` does: call that at the end of the script.
+        async_save: Whether to copy to host memory, return, and write in the background. The next call raises an error
+            of it and does nothing else, or ``model.wait_for_save()`` does: call that at the end of the script.
         adapter_only: Whether to write the adapters of a ``PeftModel`` alone, in the files of
             ``PeftModel.save_pretrained``. Other files in the folder stay there. Works with ``timeout`` only.
         tokenizer: A tokenizer or processor whose files go into the folder, so that a pipeline reads it as it is.

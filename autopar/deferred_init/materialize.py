@@ -7,6 +7,8 @@ the first step that touches it to the last one (:class:`InitSteps`).
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -100,8 +102,6 @@ class Materializer:
         if not self._steps.last:
             return
         unfilled: list[str] = []
-        sizes = {key: pending.parameter.nbytes for key, pending in self._pending.items()}
-        memory = _Memory(sizes, self._steps)
         for pending in map(self._pending.__getitem__, self._touched):
             if held_here(pending.name):
                 held = self._held(pending, InMemory(pending.parameter), mpu)
@@ -109,7 +109,7 @@ class Materializer:
 
         def materialize(key: int) -> None:
             pending = self._pending[key]
-            full = memory.take(sizes[key]).view(pending.dtype).view(pending.shape).fill_(float("nan"))
+            full = _mapped(pending.shape, pending.dtype).fill_(float("nan"))
             if pending.source is not None:
                 pending.source.read_into(full, whole_box(pending.shape))
             replace_storage(pending.parameter, full)
@@ -123,7 +123,6 @@ class Materializer:
                 held = self._held(pending, InMemory(full), mpu)
                 held.read_into(pending.shard, whole_box(held.shape))
             replace_storage(pending.parameter, torch.empty(pending.shape, dtype=full.dtype, device="meta"))
-            memory.give()
 
         with same_draws():
             self._steps.run(materialize, shard)
@@ -180,31 +179,13 @@ class Materializer:
             file.check_unchanged()
 
 
-class _Memory:
-    """Memory that full parameters take in turn: malloc would leave holes, in sum as large as the model."""
-
-    def __init__(self, sizes: Mapping[int, int], steps: InitSteps) -> None:
-        most, at, taken = 0, 0, set[int]()
-        for first, last in zip(steps.first, steps.last, strict=True):
-            at += sum(self._rounded(sizes[key]) for key in first)
-            most, taken = max(most, at), (taken | first) - last
-            at = at if taken else 0
-        self._bytes = torch.empty(most, dtype=torch.uint8, device="cpu")
-        self._at = self._taken = 0
-
-    @staticmethod
-    def _rounded(size: int) -> int:
-        return -(-size // 64) * 64
-
-    def take(self, size: int) -> torch.Tensor:
-        """Return ``size`` bytes."""
-        self._at, self._taken, start = self._at + self._rounded(size), self._taken + 1, self._at
-        return self._bytes[start : start + size]
-
-    def give(self) -> None:
-        """Take back what one call of :meth:`take` returned; memory is used again when all of them are back."""
-        self._taken -= 1
-        self._at = self._at if self._taken else 0
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory that the system gets back at once: malloc would leave holes, in sum as large as the model."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
