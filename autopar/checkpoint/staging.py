@@ -32,7 +32,7 @@ REMOVED = ".autopar.json.removed"  # the manifest of a checkpoint whose files ar
 # The files of a checkpoint, in autopar's form and in Hugging Face's. Everything else in a target is the user's.
 _OURS = re.compile(
     r"autopar\.json|\.autopar\.json\.removed|config\.json|generation_config\.json"
-    r"|(model|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
+    r"|(model|base|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
     r"|(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
     r"|wrapper\.safetensors"
