@@ -15,7 +15,6 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from autopar import registry
 from autopar.api import initialize
-from autopar.checkpoint.optimizer_weights import has_master_weights
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.compat.transformers import from_config
@@ -58,38 +57,39 @@ def from_pretrained(
     verify: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Load a checkpoint as this rank's shards of a parallel model; each rank reads the bytes of its own.
+    """Load a checkpoint as this rank's shards of a parallel model; each rank reads its own bytes.
 
     Equal to ``autopar.initialize(model_class.from_pretrained(path, dtype=dtype, **kwargs), config)``, which needs
-    memory for the whole model. Every rank calls it. Weights that the checkpoint lacks (a head that is new for the task)
+    memory for the full model. Every rank calls it. Weights that the checkpoint lacks (a head that is new for the task)
     are initialized at random, equally on all ranks, and reported by transformers.
 
     Args:
-        model_class: of transformers: ``AutoModelForCausalLM``, ``BertForSequenceClassification`` ...
-        path: a folder or a name on the hub; safetensors, or ``pytorch_model.bin``, of any number of files. Or a folder
-            that ``save_parallelized`` wrote, on any mesh; that must hold exactly the model's tensors.
-        config, policy: see :func:`autopar.initialize`.
-        optimizer: makes the optimizer of the model that it is given, whose weights have no values yet:
+        model_class: A class of transformers: ``AutoModelForCausalLM``, ``BertForSequenceClassification`` ...
+        path: A folder or a name on the hub, with safetensors or ``pytorch_model.bin`` in any number of files. Or a
+            folder that ``save_parallelized`` wrote, on any mesh, which must hold exactly the model's tensors.
+        config, policy: See :func:`autopar.initialize`.
+        optimizer: A function that makes the optimizer of a model whose weights have no values yet:
             ``lambda model: torch.optim.AdamW(model.parameters(), lr=3e-5)``. The config's ``zero``, ``precision`` and
             ``gradient_clipping`` happen inside of its ``step``, as with ``initialize(model, config, optimizer=...)``.
-        model_config: what transformers calls ``config``; by default the checkpoint's own.
-        dtype: of the model; "auto" takes what the checkpoint's config says, and of shards each tensor's own: float32
-            for a model with an optimizer, if the run that saved them kept float32 weights beside half ones
-            (``precision``) and this config does not. Weights that transformers keeps in float32 stay in it.
-        strict: make it an error if the checkpoint lacks a tensor or holds one that the model does not know.
-        verify: compare the checksums of a folder that ``save_parallelized`` wrote, those of its config included; the
+        model_config: The ``config`` of transformers; by default the checkpoint's.
+        dtype: The dtype of the model; "auto" takes that of the checkpoint's config, and for shards each tensor's:
+            float32 for a model with an optimizer, if the run that saved them kept float32 weights next to
+            half-precision ones (``precision``) and this config does not. Weights that transformers keeps in float32
+            stay in it.
+        strict: Whether to raise if the checkpoint lacks a tensor or holds one that the model does not know.
+        verify: Whether to compare the checksums of a folder that ``save_parallelized`` wrote, including its config; the
             ranks share the work.
-        kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...
+        kwargs: Arguments of transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...
 
     Returns:
         The parallelized model, in evaluation mode; with ``optimizer`` also that; with ``output_loading_info=True`` also
-        what was missing. In this order.
+        the missing tensors. In this order.
 
     Raises:
-        CheckpointError: a file is missing, truncated or damaged, or tensors do not have the model's shapes.
-        ConfigError: arguments that make no sense here (quantization, ``device_map``) or that transformers does not
-            know; a call inside :func:`autopar.lazy_init`.
-        ConfigError, UnsupportedModelError, PolicyError, ConsistencyError: see :func:`autopar.initialize`.
+        CheckpointError: A file is missing, truncated or damaged, or tensors do not have the model's shapes.
+        ConfigError: An argument makes no sense here (quantization, ``device_map``) or is unknown to transformers; a
+            call inside :func:`autopar.lazy_init`.
+        ConfigError, UnsupportedModelError, PolicyError, ConsistencyError: See :func:`autopar.initialize`.
     """
     wanted_info = kwargs.pop("output_loading_info", False)
 
@@ -112,7 +112,7 @@ def from_pretrained(
 def _load(
     model_class: Any, path: Any, config: Any, given: dict[str, Any], strict: bool, verify: bool, trained: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Build a lazy model whose values are in a checkpoint, and say what that lacks. ``given`` is for transformers."""
+    """Build a lazy model with values in a checkpoint, and return its missing tensors. ``given`` is for transformers."""
     folder = Path(path) / (given.get("subfolder") or "")
     _check_quantized(folder)
     try:
@@ -201,7 +201,8 @@ def _from_shards(
     }
     dtype, generation = options.pop("dtype"), options.pop("generation_config", None)
     beside_half = parsed.precision != "fp32" and not parsed.fully_sharded
-    if trained and dtype == "auto" and not beside_half and has_master_weights(shards.manifest):
+    saved = shards.manifest.training.get("optimizer")
+    if trained and dtype == "auto" and not beside_half and isinstance(saved, dict) and saved.get("masters"):
         dtype = torch.float32  # the fp32 weights that from_parallelized(optimizer=) finds have no other place
     with lazy_init():
         model = _built(model_class, folder, dtype, options)

@@ -1,7 +1,7 @@
-"""Weights that a library keeps otherwise than as a tensor of their shape, as quantized weights are.
+"""Weights that a library stores in another form than a tensor of their shape, as quantized weights are.
 
-A feature finds them in layers (table ``forms`` of :class:`autopar.registry.Feature`), and knows how they are cut and
-joined. To a plan the layer of such a weight is an ``nn.Linear`` with a :class:`StandIn` (:func:`as_plain`).
+A feature finds them in layers (table ``forms`` of :class:`autopar.registry.Feature`), shards and gathers them. To a
+plan the layer of such a weight is an ``nn.Linear`` with a :class:`StandIn` (:func:`as_plain`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,14 +37,10 @@ class Kind:
     takes_rows: bool
 
     def check(self, shown: str, shape: torch.Size, layout: Layout, match: Any) -> None:
-        """Check that a weight of this shape can be laid out so.
+        """Raise ConfigError if a rank would hold a part of a block, or a part of the inputs that its layer needs.
 
-        Args:
-            shown: The path of the weight, for messages.
-            match: The rule with its module (:class:`autopar.plan.matching.RuleMatch`).
-
-        Raises:
-            ConfigError: A rank would hold a part of a block, or a part of the inputs that its layer needs.
+        ``shown`` is the path of the weight, ``match`` the rule with its module
+        (:class:`autopar.plan.matching.RuleMatch`).
         """
         raise NotImplementedError
 
@@ -53,7 +49,7 @@ class Kind:
         raise NotImplementedError
 
 
-class StoredWeight:
+class StoredWeight(Protocol):
     """The weight of one linear layer in the form of a library.
 
     Attributes:
@@ -72,28 +68,21 @@ class StoredWeight:
 
     def layer_class(self, rule: str) -> Any:
         """Return the class of a ``column`` or ``row`` layer, which is mixed with the class of the library."""
-        raise NotImplementedError
 
     def shard(self, layout: Layout, rank: int) -> None:
         """Keep the shard of ``rank``; no communication."""
-        raise NotImplementedError
 
     def join(self, layout: Layout, axis: Any) -> None:
         """Undo :meth:`shard`; a collective of the axis."""
-        raise NotImplementedError
 
     def materialize(self, source: Any, layout: Layout | None, mpu: Any, read: Callable[[], torch.Tensor]) -> None:
-        """Make this rank's shard of a pending weight.
+        """Make this rank's shard of a pending weight from the lazy tensor ``source``.
 
-        Args:
-            source: The lazy tensor that the weight is read from; None if it was drawn.
-            read: Returns this rank's shard of the plain weight.
+        ``read`` returns this rank's shard of the plain weight, if the weight was drawn and ``source`` is None.
         """
-        raise NotImplementedError
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the weight next to the parameter, by name."""
-        raise NotImplementedError
 
     def check_dtype(self, path: str, dtype: torch.dtype) -> None:
         """Raise ConfigError if the layer at ``path`` cannot multiply inputs of this dtype."""
@@ -103,19 +92,13 @@ class StoredWeight:
 
     def drop(self) -> None:
         """Free the memory of the weight."""
-        raise NotImplementedError
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight, ``[out, in]``, that the layer multiplies with."""
-        raise NotImplementedError
 
 
 class StandIn(nn.Parameter):
-    """Stands for a stored weight while a plan is made: of its shape, without memory.
-
-    Attributes:
-        kind: The form of the weight.
-    """
+    """Stands for a stored weight while a plan is made: of its shape and kind, without memory."""
 
     kind: Kind
 
@@ -141,8 +124,7 @@ def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
     """Return the stored weights of ``model``, by the path of their layer."""
     if not _finders():
         return {}
-    found = ((path, stored_weight(module)) for path, module in model.named_modules())
-    return {path: stored for path, stored in found if stored is not None}
+    return {path: stored for path, module in model.named_modules() if (stored := stored_weight(module)) is not None}
 
 
 def keep_form(model: nn.Module, keep: bool) -> None:
@@ -176,8 +158,7 @@ def without_memory(model: nn.Module) -> set[int]:
 def as_plain(model: nn.Module) -> Iterator[None]:
     """Show layers with stored weights as ``nn.Linear`` inside of ``with``, with weights that have no memory.
 
-    Raises:
-        ConfigError: The feature that knows such weights is not installed.
+    Raises ConfigError if the feature that knows such weights is not installed.
     """
     if any(type(parameter).__module__.partition(".")[0] in _LIBRARIES for parameter in model.parameters()):
         registry.need("transformers", f"{type(model).__name__} with quantized weights")
@@ -199,10 +180,7 @@ def as_plain(model: nn.Module) -> Iterator[None]:
 
 
 def quantizers(what: str, quantizer: Any) -> Any:
-    """Return the entry ``quantizers`` of a model whose weights are quantized; None if they are plain.
-
-    Args:
-        quantizer: transformers' object that quantized the model, or None.
+    """Return the entry ``quantizers`` of a model that ``quantizer`` quantized; None if its weights are plain.
 
     Raises:
         ConfigError: The form cannot be sharded, or the feature is not installed.

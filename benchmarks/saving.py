@@ -6,13 +6,13 @@
 A share is all bytes of the weights and the optimizer's state divided by the number of ranks. ``bytes`` are those that
 the busiest rank writes, and ``peak`` is how much the anonymous memory of a rank (RssAnon, read every millisecond) grows
 at most above what it was before the save; both in shares. ``async`` is the same of a save in the background, of which
-``s`` is the time until training goes on. ``torch`` is FSDP2 by itself, saved by ``torch.distributed.checkpoint``.
+``s`` is the time until training goes on. ``torch`` is FSDP2 by itself, saved by ``torch.distributed.checkpoint``; in
+turns with it, autopar saves the same model with ZeRO 3.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import tempfile
 import threading
@@ -123,15 +123,18 @@ def rank_main(options: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     model, _, save = made(options["mesh"], options["megabytes"])
+    kinds = {"": save, "async ": save}
+    if options["mesh"] == "torch":
+        kinds = {"": save, "autopar ": made("dp 4, ZeRO 3", options["megabytes"])[2]}
     found: dict[str, list[float]] = {}
     for number in range(options["rounds"] + 1):
-        for kind in ("", "async ") if options["mesh"] != "torch" else ("",):
+        for kind in [*kinds][:: 1 if number % 2 else -1]:
             dist.barrier()
             with Peak() as peak:
                 start = time.perf_counter()
-                save(options["target"], kind == "async ")
+                kinds[kind](options["target"] + kind.strip(), kind == "async ")
                 seconds = time.perf_counter() - start
-                if kind:
+                if kind == "async ":
                     model.wait_for_save()
             found.setdefault(f"{kind}peak", []).append(peak.grown)
             if number:
@@ -163,12 +166,13 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
             }
             ranks = run_ranks("benchmarks.saving:rank_main", given, RANKS)
             each = written(target)
-            shutil.rmtree(target)
         share = sum(each) / RANKS
         row = {"mesh": mesh, "share, MB": round(share / 1e6), "bytes / share": round(max(each) / share, 2)}
-        for kind in ("", "async "):
+        for kind in ("", "async ", "autopar "):
             if f"{kind}s" in ranks[0]:
                 row[f"{kind}s"] = round(max(rank[f"{kind}s"] for rank in ranks), 2)
                 row[f"{kind}peak / share"] = round(max(rank[f"{kind}peak"] for rank in ranks) / share, 2)
+        if "autopar s" in row:
+            row["torch / autopar"] = round(row["s"] / row["autopar s"], 2)
         rows.append(row)
     return rows

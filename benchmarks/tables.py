@@ -60,6 +60,11 @@ SECTIONS = {
         "`autopar` is `autopar.from_pretrained` on 2 ranks, `initialize` is transformers' `from_pretrained` with "
         "`autopar.initialize` behind it.",
     ),
+    "saving": (
+        "Saving on 4 ranks",
+        "The weights and AdamW's state of a Llama (experts: a Mixtral), written by all ranks. A share is all bytes "
+        "divided by 4. `torch` is FSDP2 with `torch.distributed.checkpoint`, in turns with autopar's ZeRO 3.",
+    ),
     "merging": (
         "Merging a checkpoint",
         "`fsync` and `sync` wait until the bytes are on the disk.",

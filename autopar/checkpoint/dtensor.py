@@ -1,12 +1,11 @@
 """The state of a parallelized model, and of its optimizer, as DTensors, for ``torch.distributed.checkpoint``.
 
-A DTensor describes a shard by one range, as ``torch.chunk`` splits: rank 0 first, all but the last ones equally long.
-Where a layout says the same it becomes that ``Shard(dim)``. Elsewhere (a fused ``q | k | v``, heads that do not divide,
-replicated KV heads) the DTensor's local tensor is a :class:`_RangesShard`, which implements the protocol that
-``torch.distributed.checkpoint`` asks of a tensor: what to write, what to read, and into which memory.
+A DTensor describes a shard by one range, as ``torch.chunk`` splits. A layout that says the same becomes that
+``Shard(dim)``. Elsewhere (a fused ``q | k | v``, heads that do not divide, replicated KV heads) the local tensor is a
+:class:`_RangesShard`, which implements torch's protocol for what to write, what to read, and into which memory.
 
-The optimizer's names are those of ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict=True``, and so no
-rank needs the parameters of another one's stage: ``state.{parameter}.{key}`` and ``param_groups.{parameter}.{option}``.
+The optimizer's names are those of ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict=True``, so that no
+rank needs the parameters of another stage: ``state.{parameter}.{key}`` and ``param_groups.{parameter}.{option}``.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from autopar.checkpoint.optimizer_state import COUNTERS, named_groups, new_option, take
-from autopar.checkpoint.optimizer_weights import keeps_state, step_of
+from autopar.checkpoint.optimizer_state import COUNTERS, keeps_state, named_groups, new_option, step_of, take
 from autopar.checkpoint.state import local_tensors, state_of
 from autopar.compat.tensors import TO_COPY, disabled_torch_function, wrapper_subclass
 from autopar.errors import CheckpointError, listed
@@ -38,29 +36,26 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def to_dtensor_state_dict(model: nn.Module, *, aliases: bool = False) -> dict[str, DTensor]:
-    """Return the tensors of a parallelized model as DTensors, under the names of the plain model's state dict.
+    """Return the tensors of a parallelized model as DTensors, under the names of the reference model's state dict.
 
-    ``torch.distributed.checkpoint.save`` and ``async_save`` write whole logical tensors: the result loads on any number
-    of ranks, and ``dcp_to_torch_save`` turns it into the plain model's state dict. The values share memory with the
-    model, so ``torch.distributed.checkpoint.load`` into the dict fills the model in place (with an optimizer:
-    :func:`to_dtensor_training_state`)::
+    ``torch.distributed.checkpoint.save`` and ``async_save`` write full logical tensors: the result loads on any number
+    of ranks, and ``dcp_to_torch_save`` turns it into the reference model's state dict. The values share memory with the
+    model, so ``load`` into the dict fills the model in place (with an optimizer: :func:`to_dtensor_training_state`)::
 
         state = to_dtensor_state_dict(model)
         torch.distributed.checkpoint.load(state, checkpoint_id="folder")
 
-    Every layout can be expressed. Tensors that are sharded as DTensor itself does it are ordinary ``Shard(dim)``; for
-    the others (fused projections, heads that do not divide, replicated KV heads) only saving and loading work, and
-    computing with them, ``full_tensor()`` included, is an error. torch's ``HuggingFaceStorageWriter`` silently writes
-    wrong values for tensors of which a rank holds several ranges: for files in Hugging Face's form use
-    ``save_parallelized(..., merge_checkpoints=True)``.
+    Tensors that are sharded as DTensor does it are ordinary ``Shard(dim)``. The other ones (fused projections, heads
+    that do not divide, replicated KV heads) can be saved and loaded only; computing with them, ``full_tensor()``
+    included, raises. torch's ``HuggingFaceStorageWriter`` silently writes wrong values for shards of several ranges:
+    use ``save_parallelized(..., merge_checkpoints=True)`` for files in Hugging Face's form.
 
     Args:
-        model: the parallelized model.
-        aliases: list tied tensors under each of their names, as ``model.state_dict()`` does; otherwise under the one
-            that ``save_pretrained`` keeps.
+        aliases: Whether to list tied tensors under each of their names, as ``model.state_dict()`` does; otherwise under
+            the name that ``save_pretrained`` keeps.
 
     Raises:
-        CheckpointError: if the model is not parallelized, or no longer the one that was.
+        CheckpointError: The model is not parallelized, or has changed since.
     """
     state = state_of(model)
     mesh, rank = state.mpu.shards_mesh, state.mpu.shards.rank
@@ -85,7 +80,7 @@ def as_dtensor(
 
 
 def is_even_shard(layout: Layout) -> bool:
-    """Tell whether every rank holds the range that DTensor's ``Shard(dim)`` gives it."""
+    """Return whether every rank holds the range that DTensor's ``Shard(dim)`` gives it."""
     size, each = layout.size, -(-layout.size // layout.axis_size)
     bounds = [min(rank * each, size) for rank in range(layout.axis_size + 1)]
     due = [((start, stop),) if start < stop else () for start, stop in itertools.pairwise(bounds)]
@@ -108,10 +103,7 @@ def disjoint_ranges(layout: Layout, rank: int) -> tuple[Range, ...]:
 
 
 class _RangesShard(torch.Tensor):
-    """A shard made of several ranges of the stored tensor, as far as ``torch.distributed.checkpoint`` needs it.
-
-    It has the shape of the shard, shares its memory, and implements torch's ``_Checkpointable`` protocol.
-    """
+    """A shard of several ranges of the stored tensor, with its memory and torch's ``_Checkpointable`` protocol."""
 
     _local: torch.Tensor
     _layout: Layout
@@ -214,18 +206,16 @@ def to_dtensor_training_state(
 
         torch.distributed.checkpoint.load(to_dtensor_training_state(model, optimizer), checkpoint_id="folder")
 
-    An optimizer gets the state that it does not have yet, as from a step with gradients of zero, with steps at 0. With
-    ZeRO-1 a rank has the entries of the parameters that it owns. torch stores options (``lr``) as pickles: load from
-    folders that you trust.
+    An optimizer without state gets one, as from a step with gradients of zero, with steps at 0. With ZeRO-1 a rank has
+    the entries of the parameters that it owns. torch stores options (``lr``) as pickles: load trusted folders only.
 
     Args:
-        model: the parallelized model.
-        optimizer: of its parameters, made after ``initialize`` or given to it.
-        aliases: see :func:`to_dtensor_state_dict`.
+        optimizer: The optimizer of its parameters, made after ``initialize`` or passed to it.
+        aliases: See :func:`to_dtensor_state_dict`.
 
     Raises:
-        CheckpointError: half precision with fp32 weights beside it, statistics of a rank's shard (Adafactor), weights
-            that are sharded over the replicas, or an optimizer of other parameters. Nothing is changed then.
+        CheckpointError: Half precision with fp32 weights, statistics of a rank's shard (Adafactor), weights that are
+            sharded over the replicas, or an optimizer of other parameters; nothing is changed.
     """
     state = state_of(model)
     weights = to_dtensor_state_dict(model, aliases=aliases)
@@ -288,10 +278,10 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.P
 def load_dtensor_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Give the optimizer the options and plain values that were loaded into :func:`to_dtensor_training_state`'s dict.
 
-    ``torch.distributed.checkpoint.load(state)`` does it by itself. Call this for a dict that lies inside another one.
+    ``torch.distributed.checkpoint.load(state)`` does it by itself; call this for a dict inside another one.
 
     Raises:
-        CheckpointError: parameters of one group were saved with different options; nothing is changed.
+        CheckpointError: Parameters of one group were saved with different options; nothing is changed.
     """
     plan, entries = state_of(model).plan, state["optim"]
     options: list[dict[str, Any]] = []

@@ -1,8 +1,7 @@
 """The user's own data (``extra=``): one value that all ranks have, and in it dictionaries of this rank's shards.
 
-A :class:`ShardedDict` in it (an EMA of the weights) is saved like the state of an optimizer: ``{name}::extra.ema`` in
-the layout of the tensor. So it comes back on any mesh. Everything else is saved from rank 0, and all ranks must have
-the same.
+A :class:`ShardedDict` in it (an EMA of the weights) is saved as ``{name}::extra.ema`` in the layout of the tensor, and
+comes back on any mesh. Everything else is saved from rank 0; all ranks must have the same.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class Extra:
     """One rank's data.
 
     Attributes:
-        value: as JSON, with dictionaries of shards left empty.
-        loose: the tensors in it, by their place.
-        shards: place of a dictionary -> its tensors by their canonical names.
+        value: The JSON, with dictionaries of shards left empty.
+        loose: The tensors in it, by their place.
+        shards: Place of a dictionary -> its tensors by their canonical names.
     """
 
     value: Json
@@ -55,10 +54,9 @@ class Extra:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], plan: Plan, local: Mapping[str, torch.Tensor]) -> Extra:
-        """Find the dictionaries of shards. Raises CheckpointError for what a checkpoint cannot hold.
+        """Find the dictionaries of shards. Raises CheckpointError for a value that a checkpoint cannot hold.
 
-        Args:
-            local: this rank's tensors of the model, by canonical names.
+        ``local`` are this rank's tensors of the model, by canonical names.
         """
         if not isinstance(extra, Mapping):
             raise CheckpointError(f"extra={extra!r} must be a dict")
@@ -85,7 +83,7 @@ class Extra:
 
     @torch.no_grad()
     def digests(self, plan: Plan, values: bool) -> dict[str, Any]:
-        """Digest it for :func:`check_extra`; without ``values`` only which shards there are."""
+        """Digest it for :func:`check_extra`; without ``values`` only the names of shards."""
         shards: dict[str, dict[str, tuple[str, int]]] = {}
         for name, tensor, saved in self.tensors(plan):
             digest = int(sum_of_bits(local_part(tensor))) if values else 0
@@ -98,7 +96,7 @@ class Extra:
 
 
 def _leaves(value: Json, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of everything that is not a dictionary with content."""
+    """Yield the place and the text of everything but dictionaries with content."""
     if isinstance(value, dict) and value and "$" not in value:
         for key, one in value.items():
             yield from _leaves(one, inside(where, key))
@@ -109,7 +107,7 @@ def _leaves(value: Json, where: str) -> Iterator[tuple[str, str]]:
 def _canonical(
     given: ShardedDict, where: str, plan: Plan, local: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return shards by canonical names. Raises CheckpointError for one that is not like this rank's of the model."""
+    """Return shards by canonical names. Raises CheckpointError if one differs in form from this rank's tensor."""
     found: dict[str, torch.Tensor] = {}
     for key, value in given.items():
         name = plan.names.get(key, "")
@@ -140,16 +138,16 @@ def check_replicas(
     rows: int | None,
     where: str = "",
 ) -> None:
-    """Check that ranks which hold the same shards have the same digests. Dtypes that differ are another error's.
+    """Check that ranks which hold the same shards have the same digests. Another check compares dtypes.
 
     Args:
         digests: name -> dtype and digest, of each rank of the world in order.
-        places: of each of these ranks (:meth:`MPU.places`).
-        rows: how many replicas next to each other hold different rows (FSDP2); None: all replicas hold the same.
-        where: the place of the tensors in ``extra``; empty for the model's own.
+        places: The place of each of these ranks (:meth:`MPU.places`).
+        rows: The number of neighboring replicas that hold different rows (FSDP2); None if all hold the same.
+        where: The place of the tensors in ``extra``; empty for the model's own.
 
     Raises:
-        CheckpointError: names the tensors, and two ranks that disagree.
+        CheckpointError: Two ranks disagree; names them and the tensors.
     """
     first: dict[Any, tuple[int, int]] = {}
     different: dict[str, tuple[int, int]] = {}
@@ -174,11 +172,7 @@ def check_replicas(
 
 
 def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, rows: int | None) -> None:
-    """Check that all ranks have the same data, and their shards of the same tensors, by :meth:`Extra.digests` of each.
-
-    Raises:
-        CheckpointError: names what differs, and two ranks.
-    """
+    """Raise CheckpointError unless all ranks have the same :meth:`Extra.digests`, and shards of the same tensors."""
     places = dict.fromkeys(place for rank in ranks for place in rank["rest"])
     different = {}
     for place in places:
@@ -218,11 +212,7 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, rows: int | No
 
 
 def saved_shards(manifest: Manifest, plan: Plan) -> dict[str, str]:
-    """Return the tensors of dictionaries of shards in a checkpoint: their names there -> canonical names.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
+    """Return the tensors of dictionaries of shards in a checkpoint: their names there -> canonical names."""
     found = {}
     for saved, tensor in manifest.parts["extra"].tensors.items() if "extra" in manifest.parts else ():
         name = saved.partition("::")[0]

@@ -3,16 +3,15 @@
     config.json, generation_config.json     as Hugging Face writes them
     model-tp{t}-pp{p}.safetensors           shards of tensor-parallel rank t, stage p, under Hugging Face's names
     model-tp{t}-pp{p}-dp{d}.safetensors     the same, written by replica d > 0
-    optimizer-tp{t}-pp{p}.safetensors       the state of the optimizer in the same form, if it was saved, and the fp32
-                                            weights of half-precision parameters (``wte.weight::master``)
+    optimizer-tp{t}-pp{p}.safetensors       the optimizer's state, and fp32 weights (``wte.weight::master``)
     base-tp{t}-pp{p}.safetensors            quantized weights: bytes and scales, unless a base model under adapters
-    extra-tp{t}-pp{p}.safetensors           tensors of the user's data: those of rank 0, and shards
+    extra-tp{t}-pp{p}.safetensors           tensors of the user's data
     autopar.json                            the manifest: mesh, layout of every tensor, sizes and checksums
 
-A tensor is cut twice: by its layout over the tensor-parallel ranks, and each of these shards along its first dim over
-the ranks that hold it. A file holds the rows of a shard that its record names, or all of them, and every row lies in
-one file. Tied tensors are saved once. The manifest says everything that merging, resharding and loading need, and ends
-with a checksum of itself; no file of a checkpoint is ever unpickled.
+A tensor is sharded by its layout over the tensor-parallel ranks, and each shard is divided along its first dim among
+the ranks that hold it. The record of a file says which rows of a shard it holds; every row is in one file. Tied
+tensors are saved once. The manifest is all that merging, resharding and loading need. It ends with a checksum of
+itself, and no file of a checkpoint is ever unpickled.
 """
 
 from __future__ import annotations
@@ -93,11 +92,11 @@ class FileRecord:
     """One shard file.
 
     Attributes:
-        tp, pp, dp: the rank that wrote it.
-        bytes: its size.
-        header: checksum of its header.
-        checksums: name -> checksum of each tensor in it.
-        rows: name -> the rows ``[start, stop)`` of the shard of rank ``tp`` that lie in it, unless these are all.
+        tp, pp, dp: The rank that wrote it.
+        bytes: The size of the file.
+        header: The checksum of its header.
+        checksums: name -> the checksum of each tensor in it.
+        rows: name -> the rows ``[start, stop)`` of the shard of rank ``tp`` in it, unless they are all.
     """
 
     tp: int
@@ -134,7 +133,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Part:
-    """The tensors of one part and the files that they lie in.
+    """The tensors of one part and their files.
 
     Attributes:
         name: ``model``, ``optimizer`` or ``extra``; the beginning of its files' names.
@@ -148,7 +147,7 @@ class Part:
 
     @cached_property
     def _pieces(self) -> dict[tuple[str, Any], list[tuple[int, int, str]]]:
-        """(Tensor, ranges of its layout) -> rows of this shard and their file: ``(start, stop, name)``, sorted."""
+        """(Tensor, ranges of its layout) -> rows of this shard and their file, ``(start, stop, name)``, sorted."""
         found: dict[tuple[str, Any], list[tuple[int, int, str]]] = {}
         for file, record in self.files.items():
             for name in record.checksums:
@@ -158,7 +157,7 @@ class Part:
         return {shard: sorted(pieces) for shard, pieces in found.items()}
 
     def pieces(self, name: str, tp: int) -> list[tuple[int, int, str]]:
-        """Return where the shard of rank ``tp`` lies, in order: the first row, the row after the last, and the file."""
+        """Return the place of rank ``tp``'s shard, in order: first row, row after the last, file."""
         layout = self.tensors[name].layout
         return self._pieces.get((name, layout and layout.ranges(tp)), [])
 
@@ -177,7 +176,7 @@ class Part:
         return cls(name, tensors, files)
 
     def check(self, sizes: MeshSizes) -> None:
-        """Raise ``ValueError`` unless every row of every shard lies in exactly one place."""
+        """Raise ``ValueError`` unless every row of every shard is in exactly one file."""
         for name, record in self.files.items():
             if name != shard_name(self.name, record.tp, record.pp, record.dp):
                 raise ValueError(f"it names the file {name!r}, which is none of its shards")
@@ -221,9 +220,9 @@ class QuantizedBase:
     """The quantized weights of a model.
 
     Attributes:
-        name: where the model came from, as transformers notes it; ``""`` if it does not say.
-        forms: name -> the form in which a weight is stored.
-        notes: name -> what the head of a file says of it, where that is not in tensors.
+        name: The origin of the model, as transformers notes it; ``""`` if it does not say.
+        forms: name -> the form of a weight.
+        notes: name -> what the header of a file says of it, where that is not in tensors.
     """
 
     name: str = ""
@@ -242,20 +241,18 @@ class Manifest:
     """The content of ``autopar.json``.
 
     Attributes:
-        save_id: random token of the save; each shard file carries it too.
-        sizes: of the mesh, without cp: tp counts the ranks that together held a stage, dp those that held the same
+        save_id: The random token of the save; each shard file carries it too.
+        sizes: The mesh without cp: tp counts the ranks that together held a stage, dp those that held the same
             (:attr:`MPU.saved_sizes`).
-        model_type: of the model that was saved.
-        policy: of the model that was saved.
-        hf_prefix: where the Hugging Face model sits in the root model, ``""`` or ``"model."``.
-        parts: ``model``, and what else was saved of :data:`PARTS`.
-        parameters: names of the model's tensors that are parameters; the others are buffers.
-        along: small files of the save (``config.json``) -> their checksum.
-        training: what is not in tensors of the optimizer, the scheduler, the user's data, the random states; JSON.
-        versions: of the packages that wrote it.
-        order: counts the saves of a series (``step-100``, ``step-200``); 0 if it is not known.
+        hf_prefix: The path of the Hugging Face model in the root model, ``""`` or ``"model."``.
+        parts: ``model``, and the other parts of :data:`PARTS` that were saved.
+        parameters: The names of the model's tensors that are parameters; the others are buffers.
+        along: The small files of the save (``config.json``) -> their checksum.
+        training: The JSON of the optimizer, the scheduler, the user's data and the random states, without tensors.
+        versions: The packages that wrote it.
+        order: The number of the save in its series (``step-100``, ``step-200``); 0 if it is not known.
         cp, tp: The context- and tensor-parallel sizes of the mesh; experts may be sharded over more ranks than tp.
-        base: the quantized weights, which are left out unless there is a part ``base``.
+        base: The quantized weights, which are left out unless there is a part ``base``.
     """
 
     save_id: str
@@ -275,17 +272,17 @@ class Manifest:
 
     @property
     def experts(self) -> int:
-        """How many times as many ranks held the experts as the other layers."""
+        """Return how many times as many ranks held the experts as the other layers."""
         return self.sizes.tp // self.tp
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:
-        """Shape and layout of the model's tensors by their canonical names, in state-dict order."""
+        """Return shape and layout of the model's tensors by their canonical names, in state-dict order."""
         return self.parts["model"].tensors
 
     @property
     def quantized(self) -> Mapping[str, TensorPlan]:
-        """The tensors that stand for quantized weights, by path and name in a file; empty if they are left out."""
+        """Return the tensors of quantized weights, by path and name in a file; empty if they are left out."""
         return self.parts["base"].tensors if "base" in self.parts else {}
 
     @property
@@ -327,7 +324,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write ``autopar.json``."""
-        text = json.dumps(self.to_json(), indent=1).encode().removesuffix(b"\n}")
+        text = _lines(self.to_json(), 4).encode().removesuffix(b"\n}")
         (folder / MANIFEST).write_bytes(text + f',\n "{NAME}": "{checksum(text)}"\n}}\n'.encode())
 
     @classmethod
@@ -381,7 +378,7 @@ class Manifest:
         """Read ``autopar.json``, or another file of that kind.
 
         Raises:
-            CheckpointError: if the folder or the file is missing, is not ours, damaged, or of another version.
+            CheckpointError: The file is missing, damaged, of another version, or not a manifest.
         """
         path = folder / file
         try:
@@ -407,6 +404,18 @@ class Manifest:
             return cls.from_json(data)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {reason(error)}") from error
+
+
+def _lines(value: Any, levels: int, indent: int = 1) -> str:
+    """Return JSON with one line for each file and each tensor.
+
+    Below ``levels`` of dicts json writes in C, without line breaks: with ZeRO 3 there are tensors x ranks of them.
+    """
+    if not levels or not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    start = "\n" + " " * indent
+    entries = (f"{start}{json.dumps(key)}: {_lines(each, levels - 1, indent + 1)}" for key, each in value.items())
+    return f"{{{','.join(entries)}{start[:-1]}}}"
 
 
 def reason(error: BaseException) -> str:

@@ -30,26 +30,26 @@ from autopar.storage.lazy_tensor import InMemory, open_piece
 
 
 def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(name, tensor)`` of the whole model on every rank, for a serving engine or a file of your own.
+    """Yield ``(name, tensor)`` of the full model on every rank, for a serving engine or a custom file.
 
-    Names, shapes and values are those that ``save_pretrained`` of the plain model would write, in the dtype that the
-    model computes with; modules of your own around the Hugging Face model are left out. Every rank calls it and goes
-    through all of it; one bucket is in memory at a time. Tensors are copies, on the device of the model::
+    Names, shapes and values are those of ``save_pretrained`` of the reference model, in the dtype that the model
+    computes with. Custom modules around the Hugging Face model are left out. Every rank calls it and goes through
+    all of it; one bucket is in memory at a time. Tensors are copies, on the device of the model::
 
         for name, tensor in autopar.hf_weights(model):
             if model.mpu.is_master:
                 engine.load(name, tensor)
 
-    A rank that leaves the loop early (``break``, an error) ends it on all ranks: one that goes on raises, none hangs.
-    Leave it by ``close()`` if the iterator is kept in a variable.
+    A rank that leaves the loop early (``break``, an error) ends it on all ranks: the other ranks raise. Call
+    ``close()`` to leave an iterator that is kept in a variable.
 
     Args:
-        model: what ``autopar.initialize`` returned, or a wrapper around it.
-        bucket_size: the ranks ask each other after so many bytes whether they all go on.
+        model: The result of ``autopar.initialize``, or a wrapper around it.
+        bucket_size: The number of bytes after which the ranks compare whether all continue.
 
     Raises:
-        CheckpointError: the model is not parallelized, or has changed since.
-        ConsistencyError: another rank left early, or was called differently.
+        CheckpointError: The model is not parallelized, or has changed since.
+        ConsistencyError: Another rank left early, or was called differently.
     """
     root = next((module for module in model.modules() if STATE in vars(module)), model)
     state = state_of(root)
@@ -79,11 +79,7 @@ def _buckets(state: State, limit: int) -> list[list[TensorPlan]]:
 
 
 class WholeWeights:
-    """The weights of a model, gathered one after the other on every rank.
-
-    Args:
-        local: what this rank holds, by canonical names.
-    """
+    """The full weights of a model, gathered one after the other on every rank from ``local``, by canonical names."""
 
     def __init__(self, state: State, local: dict[str, torch.Tensor]) -> None:
         self.state, self.mpu, self.local = state, state.mpu, local
@@ -112,7 +108,7 @@ class WholeWeights:
         self._ask(stop=False)  # one may leave in the last bucket
 
     def _ask(self, *, stop: bool) -> int | None:
-        """Return a rank that stops, None if all go on; a collective of the world."""
+        """Return a rank that stops, None if all continue; a collective of the world."""
         flag = torch.tensor(self.mpu.rank + 1 if stop else 0, device=self.mpu.device)
         if self.mpu.world_size > 1:
             all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -165,11 +161,7 @@ class MergedModel(PushToHubMixin):
 def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options: Mapping[str, Any]) -> str:
     """Merge into a temporary folder of rank 0 (``TMPDIR``, which all nodes must share), and upload it. Collective.
 
-    Returns the address of the commit, on every rank.
-
-    Raises:
-        CheckpointError: the same on every rank; nothing is uploaded if a rank could not write, or was called
-            differently.
+    Returns the address of the commit. Raises CheckpointError, the same on every rank.
     """
     mpu = state_of(model).mpu
     call = {"repo_id": repo_id, **{name: repr(value) for name, value in options.items() if name != "token"}}

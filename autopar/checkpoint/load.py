@@ -15,8 +15,7 @@ from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import absolute, check_same_call, seconds
 from autopar.checkpoint.extra import fill_shards, saved_shards
 from autopar.checkpoint.format import WEIGHTS
-from autopar.checkpoint.optimizer_state import Targets, prepare
-from autopar.checkpoint.optimizer_weights import TrainingWeights, master_weights
+from autopar.checkpoint.optimizer_state import Targets, TrainingWeights, master_weights, prepare
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
@@ -62,7 +61,8 @@ def load(
     try:
         all_ranks(mpu, check, check=check_same_call)
         (loader,) = prepared
-        all_ranks(mpu, lambda: loader.verify() if verify else None)
+        share = loader.parts if verify else ()
+        all_ranks(mpu, lambda: loader.shards.verify_share(share, mpu.rank, mpu.world_size))
         all_ranks(mpu, loader.fill, lambda: "The model is partly loaded.")
         _warn_of_dtypes(loader)
     finally:
@@ -118,10 +118,6 @@ class Loader:
             facts, tensors = saved["optimizer"], self.shards.manifest.parts["optimizer"].tensors
             rest = (self.state.plan, rank, facts, tensors, self.weights.state_dtype)
             self.targets, self.finish = prepare(optimizer, self.model, *rest)
-
-    def verify(self) -> None:
-        """Read the shards assigned to this rank and compare their checksums."""
-        self.shards.verify_share(self.parts, self.state.mpu.rank, self.state.mpu.world_size)
 
     def fill(self) -> None:
         """Read this rank's ranges into their places."""

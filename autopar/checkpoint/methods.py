@@ -52,37 +52,36 @@ def save_parallelized(
     tokenizer: Any = None,
     **others: Any,
 ) -> None:
-    """Save the model, and what training needs to go on. Every rank calls it, with the same arguments.
+    """Save the model, and what training needs to continue. Every rank calls it, with the same arguments.
 
-    The folder appears whole or not at all: a save that is killed leaves the previous checkpoint as it was. A
-    checkpoint in ``directory`` is replaced, also one in Hugging Face's form (do not save into the folder of the base
-    model); other files there (a tokenizer) are kept.
+    The folder appears whole or not at all: a save that is killed leaves the previous checkpoint as it was. A checkpoint
+    in ``directory`` is replaced, also one in Hugging Face's form (do not save into the folder of the base model); other
+    files there (a tokenizer) are kept.
 
     Args:
-        directory: folder to make, on a file system that all nodes share. Also called ``save_directory``.
-        merge_checkpoints: write what ``save_pretrained`` of the plain model would write, instead of one shard a rank.
-        max_shard_size: with ``merge_checkpoints``, split the weights into files of at most this size.
-        format: with ``merge_checkpoints``, ``safetensors`` or ``bin``.
-        timeout: seconds to wait for the other ranks to call.
-        optimizer: save its state too, in the layout of the parameters, with the fp32 weights and the loss scale of
+        directory: The folder to make, on a file system that all nodes share. Also called ``save_directory``.
+        merge_checkpoints: Whether to write the files of the reference model's ``save_pretrained`` instead of shards.
+        max_shard_size: The largest size of a file of weights, with ``merge_checkpoints``.
+        format: ``safetensors`` or ``bin``, with ``merge_checkpoints``.
+        timeout: The seconds to wait for the other ranks to call.
+        optimizer: The optimizer to save, in the layout of the parameters, with the fp32 weights and the loss scale of
             half precision, and the random state of every rank.
-        lr_scheduler: save its ``state_dict()`` too.
-        extra: the user's data: numbers, text, lists, dicts, tensors; the same on all ranks. An
+        lr_scheduler: A scheduler, whose ``state_dict()`` is saved.
+        extra: The user's data: numbers, text, lists, dicts, tensors; the same on all ranks. An
             :class:`~autopar.checkpoint.ShardedDict` in it (an EMA) is saved like the optimizer's state, and each rank
-            gets its own shards back, on any mesh.
-        keep_last: afterwards remove checkpoints of the same series (``step-100``, ``step-200``), so that this many
-            remain, the ones saved last. Files in their folders that no save has written stay there.
-        async_save: copy to host memory, return, and write in the background. An error is raised by the next call,
-            which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
-        adapter_only: of a ``PeftModel``, write its adapters and nothing else, in the files that
-            ``PeftModel.save_pretrained`` writes: ``adapter_model.safetensors`` and ``adapter_config.json``. Other
-            files in the folder stay there. Goes together with ``timeout`` only.
-        tokenizer: tokenizer or processor whose files go into the folder, so that a pipeline reads it as it is.
+            gets its shards back, on any mesh.
+        keep_last: The number of checkpoints of the same series (``step-100``, ``step-200``) that remain, the ones saved
+            last. Files in the folders of removed ones that no save has written stay there.
+        async_save: Whether to copy to host memory, return, and write in the background. The next call raises an error
+            of it and does nothing else, or ``model.wait_for_save()`` does: call that at the end of the script.
+        adapter_only: Whether to write the adapters of a ``PeftModel`` alone, in the files of
+            ``PeftModel.save_pretrained``. Other files in the folder stay there. Works with ``timeout`` only.
+        tokenizer: A tokenizer or processor whose files go into the folder, so that a pipeline reads it as it is.
         others: Other arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
 
     Raises:
-        CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank
-            did not call, died or could not write, or the model is no longer the one that was parallelized.
+        CheckpointError: The same on every rank, with everything as it was before: an argument is wrong, a rank did not
+            call, died or could not write, or the model has changed since it was parallelized.
     """
     # Imported here, and where something is loaded or pushed: initialize loads none of it.
     from autopar.checkpoint.arguments import directory_of
@@ -130,22 +129,22 @@ def from_parallelized(
 ) -> nn.Module:
     """Load what ``save_parallelized`` wrote, in place, and return the model. Every rank calls it.
 
-    The checkpoint may come from any mesh: each rank reads the ranges that it holds now, straight from the shard files.
-    Parameters keep their identity, device and dtype. Mesh, ZeRO stage and precision may be others than when it was
-    saved; with an optimizer, training goes on from the saved fp32 weights wherever there are any.
+    Each rank reads the ranges that it holds now, straight from the shard files. Parameters keep their identity, device
+    and dtype. Mesh, ZeRO stage and precision may differ from those of the save; with an optimizer, training continues
+    from the saved fp32 weights wherever there are any.
 
     Args:
-        directory: folder of the checkpoint. Also called ``save_directory`` or ``path``.
-        timeout: seconds to wait for the other ranks to call.
-        optimizer: fill its state and its param groups too; it has the same parameters as the one that was saved. The
-            random state of every rank is restored as well.
-        lr_scheduler: gets the saved ``state_dict()``.
-        extra: a dict that receives what was saved with ``extra=``.
-        verify: first read every byte once, each rank a part, and compare checksums.
+        directory: The folder of the checkpoint. Also called ``save_directory`` or ``path``.
+        timeout: The seconds to wait for the other ranks to call.
+        optimizer: An optimizer of the same parameters, whose state and param groups are filled. The random state of
+            every rank is restored as well.
+        lr_scheduler: A scheduler that gets the saved ``state_dict()``.
+        extra: A dict that receives the saved ``extra``.
+        verify: Whether to read every byte once first, each rank a share, and compare checksums.
 
     Raises:
-        CheckpointError: the same on every rank, with the model as it was before, if the checkpoint is incomplete,
-            damaged, mixed or of another model, or a rank did not call or died.
+        CheckpointError: The same on every rank, with the model as it was before: the checkpoint is incomplete, damaged,
+            mixed or of another model, or a rank did not call or died.
     """
     from autopar.checkpoint.arguments import directory_of
     from autopar.checkpoint.load import load
@@ -164,17 +163,15 @@ def attach(
     hf_prefix: str = "",
     holders: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Give ``model`` its methods.
+    """Give ``model``, the root model, its methods.
 
     Args:
-        model: the root model that was parallelized.
-        plan, mpu: of the model.
-        hf_model: the Hugging Face model in it, often ``model`` itself.
-        hf_prefix: path of ``hf_model`` in ``model``, with or without the last dot; ``""`` if it is the root.
-        holders: with a pipeline, the stages that hold each tensor; the first of them writes it.
+        hf_model: The Hugging Face model in it, often ``model`` itself.
+        hf_prefix: The path of ``hf_model`` in ``model``, with or without the last dot; ``""`` if it is the root.
+        holders: The stages that hold each tensor, with a pipeline; the first of them writes it.
 
     Raises:
-        ValueError: if ``hf_model`` is not there.
+        ValueError: ``hf_model`` is at another path.
     """
     path = hf_prefix.rstrip(".")
     if model.get_submodule(path) is not hf_model:
@@ -217,7 +214,7 @@ _REFUSED = {
 
 
 def refused(name: str, text: str) -> Callable[..., Any]:
-    """Make a method that raises ConfigError if the model is not whole on this rank, else calls its class's."""
+    """Make a method that raises ConfigError if this rank holds a part of the model, else calls the class's method."""
     called = {"should_save_on_this_rank": "save_pretrained"}.get(name, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +228,7 @@ def refused(name: str, text: str) -> Callable[..., Any]:
 
 
 def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Count the parameters of the whole model, as before ``initialize``; no communication."""
+    """Count the parameters of the full model, as before ``initialize``; no communication."""
     if shard_of(self) is None:
         return type(self).num_parameters(self, only_trainable, exclude_embeddings)
     return counted(self, only_trainable, exclude_embeddings)
@@ -260,11 +257,9 @@ def counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
 
 
 def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB", **options: Any) -> str:
-    """``push_to_hub`` of the whole model, with transformers' arguments; every rank calls it, and rank 0 uploads once.
+    """``push_to_hub`` of the full model, with transformers' arguments; every rank calls it, and rank 0 uploads once.
 
-    Raises:
-        ConfigError: of a model inside of the one that was parallelized.
-        CheckpointError: the same on every rank, if the model cannot be saved, or the upload fails.
+    Raises ConfigError for a model inside the parallelized one, and CheckpointError, the same on every rank.
     """
     from autopar.checkpoint.hf_weights import push_merged
 

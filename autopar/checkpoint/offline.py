@@ -57,23 +57,23 @@ def merge_checkpoint(
     verify: bool = True,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Write the Hugging Face checkpoint that ``save_pretrained`` of the plain model would have written.
+    """Write the Hugging Face checkpoint that ``save_pretrained`` of the reference model would have written.
 
     Args:
-        source: folder that ``save_parallelized`` wrote.
-        destination: folder to make; it appears when it is whole.
-        max_shard_size: split the weights into files of at most this size (a larger tensor gets a file of its own).
+        source: The folder that ``save_parallelized`` wrote.
+        destination: The folder to make; it appears when it is complete.
+        max_shard_size: The largest size of a file of weights; a larger tensor gets a separate file.
         format: ``safetensors`` or ``bin`` (``pytorch_model.bin``, which needs one file's tensors in memory at once).
-        dtype: convert floating-point tensors, for example to ``bfloat16``; by default they stay as they are.
-        force: replace a checkpoint in ``destination``; other files there are kept.
-        verify: compare every checksum.
-        progress: show a progress bar; by default on a terminal.
+        dtype: The dtype for floating-point tensors, for example ``bfloat16``; by default the saved one.
+        force: Whether to replace a checkpoint in ``destination``; other files there are kept.
+        verify: Whether to compare every checksum.
+        progress: Whether to show a progress bar; by default on a terminal.
 
     Returns:
         ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
 
     Raises:
-        CheckpointError: if the source is incomplete, damaged or mixed, or the destination cannot be written.
+        CheckpointError: The source is incomplete, damaged or mixed, or the destination cannot be written.
     """
     check_format(format)
     size, chosen, folder = parse_size(max_shard_size), parse_dtype(dtype), Path(source)
@@ -124,7 +124,7 @@ def write_merged(
     progress: bool | None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Write the weights of ``shards`` into ``folder``, whole and under the names that ``save_pretrained`` uses.
+    """Write the full weights of ``shards`` into ``folder`` under the names that ``save_pretrained`` uses.
 
     Returns file name -> bytes. Raises ``OSError`` if a file cannot be written.
     """
@@ -195,7 +195,7 @@ def _saved_tensors(shards: Shards, dtype: torch.dtype | None) -> tuple[dict[str,
 
 
 def _notes(manifest: Manifest, saved: Iterable[str]) -> dict[str, str]:
-    """Return what torchao reads in the head of each file: the settings of every tensor of the model."""
+    """Return the entries for torchao in the header of each file: the settings of every tensor of the model."""
     if not manifest.base.notes:
         return {}
     found = dict.fromkeys(saved, json.dumps({"_type": "Tensor"}))
@@ -211,12 +211,9 @@ def _notes(manifest: Manifest, saved: Iterable[str]) -> dict[str, str]:
 
 
 def copy_small_files(source: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy what every form of a checkpoint needs beside the weights: config, tokenizer, templates, code, notes.
+    """Copy config, tokenizer, templates, code and notes; into ``config.json`` goes ``dtype``, if one is given.
 
-    Sub-folders come along (of chat templates, of a second tokenizer), except those with weights: other checkpoints.
-
-    Args:
-        dtype: if given, ``config.json`` says that the weights have it.
+    Sub-folders (of chat templates, of a second tokenizer) are copied, except those with weights: other checkpoints.
     """
     for path in sorted(source.iterdir()):
         if _NOT_SMALL.fullmatch(path.name):
@@ -257,22 +254,22 @@ def reshard_checkpoint(
     """Write the shards of a mesh of ``tp`` x ``pp``; state of the optimizer included.
 
     Loading does not need this: ``from_parallelized`` reads the shards of any mesh. It saves each rank from opening
-    files that it needs a part of only. Each kind of unit is sharded by itself: where query heads are uneven, a rank may
-    still find one of its heads in its neighbour's file.
+    files of which it needs a part. Each kind of unit is sharded by itself: with uneven query heads, a rank may still
+    find one of its heads in its neighbor's file.
 
     Args:
-        source: folder that ``save_parallelized`` wrote.
-        destination: folder to make; it appears when it is whole.
-        tp, pp: sizes of the new mesh.
-        optimizer: take the optimizer's state along, if there is one.
-        force: replace a checkpoint in ``destination``; other files there are kept.
-        progress: show a progress bar; by default on a terminal.
+        source: The folder that ``save_parallelized`` wrote.
+        destination: The folder to make; it appears when it is complete.
+        tp, pp: The sizes of the new mesh.
+        optimizer: Whether to take the optimizer's state along, if there is one.
+        force: Whether to replace a checkpoint in ``destination``; other files there are kept.
+        progress: Whether to show a progress bar; by default on a terminal.
 
     Returns:
         ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
 
     Raises:
-        CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
+        CheckpointError: The source is incomplete or damaged, or the destination cannot be written.
     """
     check_sizes(tp, pp)
     folder = Path(source)
@@ -304,10 +301,7 @@ def reshard_checkpoint(
 
 
 def stages_by_size(sizes: Mapping[str, int], pp: int) -> dict[str, int]:
-    """Assign each tensor to a stage's file, by their bytes in state-dict order: about equally many in each stage.
-
-    Loading reads any tensor from any file, so this decides only which files a rank opens.
-    """
+    """Assign each tensor to a stage's file in state-dict order, with about equally many bytes in each."""
     ends = itertools.accumulate(sizes.values())
     total = max(1, sum(sizes.values()))
     middles = ((name, end - size / 2) for (name, size), end in zip(sizes.items(), ends, strict=True))
@@ -330,11 +324,9 @@ def write_part(
     stages: Mapping[str, int],
     bar: Any,
 ) -> Part:
-    """Write all shard files of a part for the mesh ``(tp, pp)``, one shard of one tensor at a time.
+    """Write all shard files of a part for the mesh ``(tp, pp)``, one shard at a time.
 
-    Args:
-        plans: The dtypes and layouts for the new mesh; tensors are converted to these dtypes.
-        stages: The stage of each tensor.
+    Tensors are converted to the dtypes of ``plans``; ``stages`` names the stage of each.
     """
     files: dict[str, FileRecord] = {}
 

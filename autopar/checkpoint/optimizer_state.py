@@ -2,14 +2,13 @@
 
 A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_avg``. There are two kinds:
 
-* **like** its parameter: it has the parameter's shape, and is sharded by the parameter's own layout.
-* **whole**: of a parameter that is replicated, or stepped whole, of any shape; and single numbers.
+* **like** its parameter: it has the parameter's shape and layout.
+* **whole**: of a parameter that is replicated, or stepped as a full tensor, of any shape; and single numbers.
 
-Numbers, texts and None lie in the metadata, and so do lists: the tensors in them (SOAP's matrices) are called
-``{parameter}::{key}[0]`` and so on.
-
-The fp32 weight of a half-precision parameter is a tensor ``{parameter}::master`` in the parameter's layout. The rest is
-JSON, the same on all ranks with the same parameters:
+Numbers, texts and None are in the metadata, and so are lists: the tensors in them (SOAP's matrices) are called
+``{parameter}::{key}[0]`` and so on. The fp32 weight of a half-precision parameter, which ``initialize`` keeps in
+``optimizer._autopar``, is a tensor ``{parameter}::master``: a run of any precision continues from the same numbers.
+The rest is JSON, the same on all ranks with the same parameters:
 
     {"class": "torch.optim.adamw.AdamW", "masters": ["wte.weight", ...],
      "groups": [{"options": {"lr": 0.1, ...}, "params": ["wte.weight", ...]}, ...],
@@ -19,30 +18,27 @@ JSON, the same on all ranks with the same parameters:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.checkpoint.format import reason
-from autopar.checkpoint.optimizer_weights import (
-    as_stepped,
-    keeps_state,
-    master_name,
-    master_weights,
-    parameters_by_name,
-    step_of,
-)
+from autopar.checkpoint.format import Manifest, reason
 from autopar.errors import CheckpointError, listed, nearest
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import decode, encode, encode_inline
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
+if TYPE_CHECKING:
+    from autopar.data_parallel.optimizer import ParallelStep
+
+LOSS_SCALE = "loss_scale"
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})  # 0-dim tensors that follow from the number of steps alone
 _ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
 _VALUES = (type(None), bool, int, float, str)
@@ -53,9 +49,9 @@ class OptimizerState:
     """One rank's state of an optimizer, to be saved.
 
     Attributes:
-        tensors: name -> this rank's tensor, the optimizer's own and no copy.
+        tensors: name -> this rank's tensor, no copy.
         plans: name -> its full shape, its dtype and its layout.
-        metadata: everything else, as JSON.
+        metadata: The rest, as JSON.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -71,7 +67,7 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
     """Collect this rank's state of the optimizer of ``model``, which is the root model or this rank's stage of it.
 
     Raises:
-        CheckpointError: a parameter is not the model's, or a state cannot be saved (which one, and why).
+        CheckpointError: A parameter is not the model's, or a state cannot be saved.
     """
     title, groups = _title(optimizer), named_groups(optimizer, model, plan)
     tensors: dict[str, torch.Tensor] = {}
@@ -143,13 +139,13 @@ def prepare(
         plan: The plan of the full model for the tensor-parallel size now; the saved one may differ.
         metadata: The merged metadata of all ranks that saved.
         saved: Every optimizer tensor of the checkpoint, of all ranks.
-        dtype_here: Returns the dtype of a state that has the shape of a parameter, from the saved dtype.
+        dtype_here: A function of name, parameter and saved dtype: the dtype of a state of the parameter's shape.
 
     Returns:
-        The tensors to fill, and a function to call then: it gives the optimizer this state instead of the one it has.
+        The tensors to fill, and a function that then gives the optimizer this state instead of its own.
 
     Raises:
-        CheckpointError: the metadata is damaged, or the state is not that of this optimizer (what differs).
+        CheckpointError: The metadata is damaged, or the state is another optimizer's.
     """
     title, groups = _title(optimizer), named_groups(optimizer, model, plan)
     before = OptimizerMetadata.parse(metadata)
@@ -204,7 +200,7 @@ def prepare(
 
 
 def _title(optimizer: Optimizer) -> str:
-    """Return module and class. Raises CheckpointError for one around another, whose ``state`` is not what is used."""
+    """Return module and class. Raises CheckpointError for a wrapper, whose ``state`` is not the used one."""
     title = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and value.state is not optimizer.state:
@@ -216,7 +212,7 @@ def _title(optimizer: Optimizer) -> str:
 
 
 def alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Tell whether a state that is not a single number is sharded over the replicas as its parameter is."""
+    """Return whether a state that is not a single number is sharded over the replicas as its parameter is."""
     if isinstance(value, DTensor) or (isinstance(parameter, DTensor) and value.ndim):
         return (
             isinstance(value, DTensor)
@@ -291,8 +287,7 @@ def _form(
 ) -> tuple[tuple[int, ...], Layout | None]:
     """Return local shape and layout of a state, saved as ``source``, of the parameter ``due``.
 
-    Raises:
-        CheckpointError: it was saved for another shape, or of the whole parameter, which is sharded now.
+    Raises CheckpointError if it was saved for another shape, or of the full parameter, which is sharded now.
     """
     if kind == "like":
         if source.shape != due.shape:
@@ -310,22 +305,22 @@ def _form(
 
 
 def _is_sharded(due: TensorPlan) -> bool:
-    """Tell whether several ranks hold different parts of a tensor."""
+    """Return whether several ranks hold different shards of a tensor."""
     layout = due.layout
     return layout is not None and len({layout.ranges(rank) for rank in range(layout.axis_size)}) > 1
 
 
 @dataclass(frozen=True)
 class OptimizerMetadata:
-    """The metadata, decoded.
+    """The decoded metadata.
 
     Attributes:
-        title: module and class of the optimizer.
-        members: the names of each group's parameters.
-        options: of each group.
-        state: parameter -> key -> a value, a list, or the kind of a tensor.
-        tensors: the names of the tensors, fp32 weights included.
-        other: state that belongs to no parameter.
+        title: Module and class of the optimizer.
+        members: The names of each group's parameters.
+        options: The options of each group.
+        state: Parameter -> key -> a value, a list, or the kind of a tensor.
+        tensors: The names of the tensors, fp32 weights included.
+        other: The state that belongs to no parameter.
     """
 
     title: str
@@ -366,13 +361,9 @@ class OptimizerMetadata:
     def check_groups(
         self, groups: Sequence[Sequence[tuple[str, nn.Parameter]]], here: set[str], plan: Plan, title: str
     ) -> None:
-        """Raise CheckpointError unless each parameter is in the group in which it was.
+        """Raise CheckpointError unless each parameter of ``groups`` is in the group in which it was, in any order.
 
-        Their order in a group decides nothing. Parameters of other stages are not compared.
-
-        Args:
-            groups: the optimizer's, with names.
-            here: names of the parameters of this rank's model.
+        ``here`` are the names of the parameters of this rank's model; those of other stages are not compared.
         """
         same = "\n  Make the same groups as in the run that saved it."
         if len(self.members) != len(groups):
@@ -396,7 +387,7 @@ class OptimizerMetadata:
             )
 
     def check_names(self, saved: Mapping[str, TensorPlan]) -> None:
-        """Raise CheckpointError unless the checkpoint has the tensors that the metadata names, and no others."""
+        """Raise CheckpointError unless the checkpoint has exactly the tensors that the metadata names."""
         missing, unexpected = sorted(self.tensors - {*saved}), [name for name in saved if name not in self.tensors]
         if missing or unexpected:
             raise CheckpointError(
@@ -410,8 +401,7 @@ class OptimizerMetadata:
 def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the metadata of all ranks: stages hold other parameters, ZeRO replicas other states.
 
-    Raises:
-        CheckpointError: they contradict each other: another class, other options, or another state of one parameter.
+    Raises CheckpointError if they differ in the class, an option, or the state of one parameter.
     """
     first = ranks[0]
     members = [dict.fromkeys(group["params"]) for group in first["groups"]]
@@ -439,3 +429,115 @@ def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     masters = [*dict.fromkeys(name for rank in ranks for name in rank["masters"])]
     groups = [{**group, "params": [*names]} for group, names in zip(first["groups"], members, strict=True)]
     return {**first, "masters": masters, "groups": groups, "state": state}
+
+
+# -- the state next to torch's: fp32 weights, a loss scale, owners of ZeRO-1 -------------------------------------------
+
+
+def step_of(optimizer: torch.optim.Optimizer | None) -> ParallelStep | None:
+    """Return the object that ``initialize`` leaves on an optimizer; None without it."""
+    return getattr(optimizer, "_autopar", None)
+
+
+def keeps_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Return whether this rank keeps the optimizer's state of a parameter."""
+    step = step_of(optimizer)
+    return step is None or step.keeps_state(parameter)
+
+
+def as_stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, due: TensorPlan) -> TensorPlan:
+    """Return the plan of the tensor that the optimizer steps for a parameter: without layout, if it steps full ones."""
+    step = step_of(optimizer)
+    return due if step is None or parameter not in step.whole else replace(due, layout=None)
+
+
+def parameters_by_name(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
+    """Return this rank's parameters by their canonical names, those that the plan knows."""
+    canonical = plan.names
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {canonical[name]: parameter for name, parameter in parameters if name in canonical}
+
+
+def master_name(parameter: str) -> str:
+    """Return the name of a parameter's fp32 weight in a checkpoint."""
+    return f"{parameter}::master"
+
+
+def master_weights(optimizer: torch.optim.Optimizer, plan: Plan) -> dict[str, torch.Tensor]:
+    """Return this rank's fp32 master weights, no copies, by the parameter's canonical name."""
+    step = step_of(optimizer)
+    if step is None or step.masters is None:
+        return {}
+    step.update()
+    held = {name: step.master(p) for p, name in step.names.items() if p.requires_grad and step.owns(p)}
+    return {plan.canonical(name): weight for name, weight in held.items() if weight is not None}
+
+
+class TrainingWeights:
+    """The saved tensors that fill the weights of a model in training, whatever precision either has.
+
+    Making it checks the checkpoint and changes nothing.
+
+    Args:
+        optimizer: The optimizer to load; None loads the model alone.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> None:
+        self._manifest, self._step = manifest, step_of(optimizer)
+        try:
+            masters = () if optimizer is None else manifest.training["optimizer"]["masters"]
+            self._saved = {str(name): master_name(name) for name in masters}
+            for parameter, name in self._saved.items():
+                tensor, due = manifest.parts["optimizer"].tensors[name], manifest.tensors[parameter]
+                if due.shape != tensor.shape or tensor.dtype != "float32":
+                    raise ValueError(
+                        f"{name} is {tensor.dtype} {list(tensor.shape)}, {parameter} has {list(due.shape)}"
+                    )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the state of the optimizer in the checkpoint is damaged: {reason(error)}"
+            ) from error
+        scale = None if self._step is None else self._step.scale
+        self._scale = None if scale is None else manifest.training.get(LOSS_SCALE)
+        if scale is not None and self._scale is not None:
+            try:
+                copy.copy(scale).load_state_dict(self._scale)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise CheckpointError(f"the loss scale in the checkpoint is damaged: {error!r}") from error
+
+    def source(self, name: str, dtype: torch.dtype) -> tuple[str, str]:
+        """Return the tensor and the part from which a model's tensor of ``dtype`` is read: the most precise one.
+
+        If the checkpoint has the model's tensor in that dtype, these are its own bits.
+        """
+        same = self._manifest.tensors[name].dtype == dtype_name(dtype)
+        return (name, "model") if same or name not in self._saved else (self._saved[name], "optimizer")
+
+    def keeps_all(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether training continues with every bit, though the model's tensor has another dtype."""
+        return self._now(name, dtype) == self._then(name)
+
+    def drops(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether training continues without the fp32 weight in the checkpoint."""
+        return name in self._saved and self._now(name, dtype) != torch.float32
+
+    def _now(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the tensor that the optimizer steps for a parameter of ``dtype``."""
+        half = dtype in (torch.bfloat16, torch.float16)
+        return torch.float32 if half and self._step is not None and self._step.masters is not None else dtype
+
+    def _then(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self._saved else dtype_of(self._manifest.tensors[name].dtype)
+
+    def state_dtype(self, name: str, parameter: torch.Tensor, saved: torch.dtype) -> torch.dtype:
+        """Return the dtype of a state of its parameter's shape: the stepped weight's if it was saved in that."""
+        return self._now(name, parameter.dtype) if saved == self._then(name) else saved
+
+    def finish(self) -> None:
+        """Restore the loss scale, if both runs have one."""
+        if self._scale is not None and self._step is not None and self._step.scale is not None:
+            self._step.scale.load_state_dict(self._scale)
+            self._step.publish()

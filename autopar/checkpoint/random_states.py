@@ -1,4 +1,4 @@
-"""The random states of one rank as JSON, and which of the saved ones a rank of another mesh goes on with.
+"""The random states of one rank as JSON, and the saved one from which a rank of another mesh continues.
 
 A state holds Python's, numpy's and torch's default generators, the current GPU's, and the named streams of the
 toolbox's tracker (``mpu.random_tracker``). No collective: each rank takes and restores its own.
@@ -25,10 +25,10 @@ _SPREAD = 1 << 20  # more than there are tensor-parallel ranks
 
 
 def take(tracker: Any = None) -> Json:
-    """Return all random states of this process as JSON, those of the tracker's named streams included.
+    """Return all random states of this process as JSON, including the tracker's named streams.
 
     Raises:
-        CheckpointError: numpy's default generator was replaced by one that cannot be written down.
+        CheckpointError: numpy's default generator is not MT19937.
     """
     now = Generators.now()
     if now.numpy["bit_generator"] != "MT19937":
@@ -46,15 +46,12 @@ def check(value: Json, tracker: Any) -> None:
 
 
 def restore(value: Json, tracker: Any = None) -> Any:
-    """Continue with the states that :func:`take` or :func:`choose` returned.
+    """Continue with the states of :func:`take` or :func:`choose`; return the tracker of the named streams.
 
-    The GPU's state is left as it is if none was saved, and ignored without a GPU.
-
-    Returns:
-        The tracker of the named streams: ``tracker``, or a new one if that is None and streams were saved.
+    Without a saved GPU state, or without a GPU, that one is left as it is.
 
     Raises:
-        CheckpointError: if ``value`` is damaged; then nothing has changed.
+        CheckpointError: ``value`` is damaged; nothing has changed.
     """
     states = _checked(value)
     if states["streams"] is not None:
@@ -66,23 +63,23 @@ def restore(value: Json, tracker: Any = None) -> Any:
 
 
 def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int, cp: int = 0) -> Json:
-    """Choose the state with which the rank at ``(tp, pp, dp, cp)`` goes on.
+    """Choose the state from which the rank at ``(tp, pp, dp, cp)`` continues.
 
-    * A rank that was there when the checkpoint was saved has its own state again.
-    * One that was not has that of stage 0 and tensor-parallel rank 0 of its replica: the default generators of a
-      replica are alike. Its named streams are new ones, because those differ between tensor-parallel ranks.
-    * A replica that was not there goes on like replica 0 if the replicas that were there had equal states (they draw
-      alike on purpose, or there was only one); otherwise all its states are derived from replica 0's.
-    * A context-parallel rank that was not there goes on like rank 0 of its group: its default generators are alike.
+    * A rank that was there when the checkpoint was saved has the same state again.
+    * Another one has that of stage 0 and tensor-parallel rank 0 of its replica: the default generators of a replica are
+      equal. Its named streams are new ones, because those differ between tensor-parallel ranks.
+    * A new replica continues like replica 0 if the saved replicas had equal states (they draw equally on purpose, or
+      there was only one); otherwise all its states are derived from replica 0's.
+    * A new context-parallel rank continues like rank 0 of its group, whose default generators are equal.
 
-    Derived means: seeded with a number that the saved generator draws next, plus a number of the rank's own. The same
+    Derived means: seeded with the number that the saved generator draws next, plus a number of the rank. The same
     checkpoint and mesh always give the same states.
 
     Args:
-        saved: one entry per rank: ``{"tp": 0, "pp": 0, "dp": 0, "cp": 0, "state": what take returned}``.
+        saved: One entry per rank: ``{"tp": 0, "pp": 0, "dp": 0, "cp": 0, "state": result of take}``.
 
     Raises:
-        CheckpointError: if an entry is damaged, or that of the first rank is missing.
+        CheckpointError: An entry is damaged, or that of the first rank is missing.
     """
     try:
         states: dict[tuple[int, int, int], Json] = {
@@ -107,7 +104,7 @@ def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int, cp: in
 
 
 def _seeded(base: Json, tp: int, dp: int) -> Json:
-    """Seed the states of a new replica: default generators are alike on its tensor-parallel ranks, streams are not."""
+    """Seed the states of a new replica: default generators equally on its tensor-parallel ranks, streams not."""
     states = _checked(base)
     seed = _draw(states["torch"]) + dp * _SPREAD
     default = TorchGenerators.of_seed(seed, cuda=True)

@@ -1,7 +1,7 @@
-"""Keep the last n checkpoints of a series: folders side by side whose names differ only in the number at their end.
+"""Keep the last n checkpoints of a series: neighboring folders whose names differ only in the number at their end.
 
-The newest one is told by the order of the saves, which each manifest counts: times change when folders are copied and
-differ between nodes, and the numbers in the names begin again at a lower one when a run goes back.
+The order of the saves, which each manifest counts, says which is the newest. Times change when folders are copied, and
+the numbers in the names begin again at a lower one when a run goes back.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ def series(path: str | os.PathLike[str]) -> tuple[str, int] | None:
 
 
 def check_keep_last(target: str | os.PathLike[str], keep_last: object) -> None:
-    """Check the arguments of :func:`rotate` before anything is written.
-
-    Raises:
-        CheckpointError: if ``keep_last`` is not a whole number above 0, or the target's name does not end in a number.
-    """
+    """Raise CheckpointError unless ``keep_last`` is a positive integer and the target's name ends in a number."""
     if not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1:
         raise CheckpointError(
             f"keep_last={keep_last!r} must be a whole number of at least 1\n"
@@ -48,7 +44,7 @@ def check_keep_last(target: str | os.PathLike[str], keep_last: object) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Tell whether a folder holds a checkpoint in autopar's form; False for a symbolic link.
+    """Return whether a folder holds a checkpoint in autopar's form; False for a symbolic link.
 
     A merged folder looks like any model's, a user's base model included, and is never deleted.
     """
@@ -62,19 +58,18 @@ def next_order(target: Path) -> int:
 
 
 def rotate(target: Path, keep_last: int) -> list[Path]:
-    """Delete checkpoints of the target's series, so that ``keep_last`` remain: what was saved last.
+    """Delete checkpoints of the target's series, so that the ``keep_last`` ones remain that were saved last.
 
-    Only files that a save has written are deleted. Other files in the folder stay, with a warning, and so does
-    everything else in the parent folder: other series, folders without a checkpoint, symbolic links and their targets.
-    A checkpoint that is deleted stops being one at once: its manifest is renamed. The next call deletes the remains
-    that a killed call left. A checkpoint that cannot be deleted only gives a warning, because the new one is written.
+    Only files that a save has written are deleted; other files in the folder stay, with a warning. A checkpoint
+    stops being one at once: its manifest is renamed. The next call deletes what a killed call left. A checkpoint that
+    cannot be deleted gives a warning only, because the new one is written.
 
     Args:
-        target: The full checkpoint that was just written, which always stays; or a symbolic link to it.
+        target: The checkpoint that was just written, which always stays; or a symbolic link to it.
         keep_last: The number of checkpoints that remain, ``target`` included.
 
     Returns:
-        The deleted checkpoints; those that were saved first come first.
+        The deleted checkpoints, in the order of their saves.
     """
     target = Path(os.path.realpath(target))
     stem, _ = series(target) or ("", 0)
@@ -90,11 +85,7 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
 
 
 def _folders(parent: Path, stem: str) -> list[tuple[Path, str]]:
-    """List the folders of a series, lowest number first, and the hidden ones that a killed save has left.
-
-    Returns:
-        Path, and ``tmp`` or ``old`` if it is hidden. No symbolic links.
-    """
+    """Return the folders of a series, lowest number first, and hidden ones of a killed save with ``tmp`` or ``old``."""
     found = []
     for entry in os.scandir(parent) if parent.is_dir() else ():
         hidden = HIDDEN.fullmatch(entry.name)
@@ -106,7 +97,7 @@ def _folders(parent: Path, stem: str) -> list[tuple[Path, str]]:
 
 
 def members(parent: Path, stem: str) -> list[tuple[int, int, Path]]:
-    """List the checkpoints of a series, lowest number first: order of the save, number, path."""
+    """Return the checkpoints of a series, lowest number first: order of the save, number, path."""
     found = []
     for path in (path for path, kind in _folders(parent, stem) if not kind and is_checkpoint(path)):
         try:
@@ -119,9 +110,9 @@ def members(parent: Path, stem: str) -> list[tuple[int, int, Path]]:
 
 
 def _try_to_remove(path: Path) -> bool:
-    """Delete the files of a checkpoint, and its folder unless it holds others; False, with a warning, if that fails.
+    """Delete the files of a checkpoint, and its folder unless it holds other files; False, with a warning, if it fails.
 
-    A process that is killed at any moment leaves it whole, or not looking whole and with a note of what is to go.
+    A process that is killed leaves it complete, or without a manifest and with a note of the files to delete.
     """
     try:
         note = MANIFEST if (path / MANIFEST).exists() else REMOVED
@@ -161,16 +152,16 @@ def _try_to_remove(path: Path) -> bool:
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint of a series that was saved last, or None if there is none yet.
 
-    The order of saves counts, not the numbers: a run that went back from step-400 to step-200 and saved step-300 goes
-    on from that. A save that was interrupted has left no checkpoint. Reads the disk, without
-    communication: on a shared disk every rank finds the same, and ``from_parallelized`` refuses what differs.
+    The order of saves counts, not the numbers: a run that went back from step-400 to step-200 and saved step-300
+    continues from that. An interrupted save leaves no checkpoint. Reads the disk, without communication: on a shared
+    disk every rank finds the same, and ``from_parallelized`` raises if ranks differ.
 
     Args:
-        directory: the folder in which ``step-100``, ``step-200`` ... lie side by side; if it holds several series, with
-            the beginning of their names: ``run/step-``.
+        directory: The folder that holds ``step-100``, ``step-200`` ...; with several series in it, also the beginning
+            of their names: ``run/step-``.
 
     Raises:
-        CheckpointError: several series lie there.
+        CheckpointError: The folder holds several series.
     """
     path = Path(os.path.realpath(directory))
     if is_checkpoint(path):

@@ -1,8 +1,7 @@
 """Save a parallelized model: every rank writes its own bytes; the folder appears whole or not at all.
 
-Nothing is gathered: with ZeRO-2 and ZeRO-3 a rank writes its rows of the weights and of the optimizer's state. Ranks
-that hold the same tensors share the writing, in rows, so that all write equally many bytes. So they are compared first:
-the same, or no save. Rank 0 shares the bytes out (:func:`shares`) in the exchange in which it compares.
+Nothing is gathered. Ranks that hold the same tensors are compared, and write equal shares of the rows, which rank 0
+deals (:func:`shares`) in the same exchange.
 """
 
 from __future__ import annotations
@@ -25,14 +24,21 @@ from autopar.checkpoint.arguments import SaveRequest, check_same_call, seconds
 from autopar.checkpoint.extra import Extra, check_extra, check_replicas
 from autopar.checkpoint.format import PARTS, FileRecord, Manifest, Part, QuantizedBase, shard_name, versions
 from autopar.checkpoint.offline import write_merged
-from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState, merge_metadata, take
-from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
+from autopar.checkpoint.optimizer_state import (
+    LOSS_SCALE,
+    OptimizerMetadata,
+    OptimizerState,
+    merge_metadata,
+    parameters_by_name,
+    step_of,
+    take,
+)
 from autopar.checkpoint.rotation import next_order, rotate
 from autopar.checkpoint.shards import Shards, write_shard
-from autopar.checkpoint.staging import Staging, fsync_files
+from autopar.checkpoint.staging import Staging, fsync, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
 from autopar.compat.c10d import in_fake_world
-from autopar.compat.tensors import local_part
+from autopar.compat.tensors import local_part, tree_map
 from autopar.distributed.agree import Ranks, all_ranks, barrier, deal, rank_zero
 from autopar.distributed.digest import sum_of_bits
 from autopar.errors import CheckpointError
@@ -94,12 +100,12 @@ def save(
 def prepare_alike(
     model: nn.Module, timeout: float, prepare: Callable[[], tuple[dict[str, Any], Made, Snapshot]]
 ) -> tuple[Made, Snapshot]:
-    """Prepare a save on each rank, and check that the ranks were called alike and hold the same. Collective.
+    """Check that all ranks make the same call and hold the same values; deal the writing. Collective.
 
-    ``prepare`` returns the arguments of the call, the object that is going to write, and this rank's snapshot.
+    ``prepare`` returns the arguments of the call, the object that writes, and this rank's snapshot.
 
     Raises:
-        CheckpointError: the same on every rank; nothing is changed.
+        CheckpointError: The ranks differ; the same on every rank, before anything changes.
     """
     state = state_of(model)
     state.background.wait()
@@ -135,13 +141,13 @@ def prepare_alike(
 
 
 def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
-    """Share out the bytes to write, so that each rank writes equally many, as far as it holds them.
+    """Deal the bytes to write, equally many for each rank as far as it holds them.
 
     Args:
-        held: The sets of tensors of each rank (:attr:`Snapshot.sets`): the bytes and a digest of each.
+        held: The sets of tensors of each rank (:attr:`Snapshot.sets`), with the bytes and a digest of each set.
 
     Returns:
-        For each rank, the bytes ``[start, stop)`` of sets that it writes.
+        The bytes ``[start, stop)`` of sets that each rank writes.
     """
     first: dict[str, list[Any]] = {}
     ranks: dict[str, list[int]] = {}
@@ -170,7 +176,7 @@ def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
 
 
 class Writer:
-    """Write one save after all checks; can run in the background. Files are touched in methods of their own."""
+    """Write one save after all checks, maybe in the background."""
 
     def __init__(self, model: nn.Module, state: State, request: SaveRequest, tokenizer: Any) -> None:
         self.state, self.request, self.tokenizer = state, request, tokenizer
@@ -180,7 +186,7 @@ class Writer:
         self.staged: tuple[Path, str] | None = None  # the folder to write into, the id of the save
 
     def _left(self, *, finishing: bool = False) -> str:
-        """Return what a failed save has left, for its error."""
+        """Return what a failed save leaves, for its error."""
         if self.staging is not None and self.staging.committed:
             return f"{self.staging.target} is written and whole."
         if finishing and self.state.mpu.rank != 0:
@@ -207,13 +213,13 @@ class Writer:
         """Make the temporary folder, on rank 0; return its path and the id of the save."""
         self.staging = Staging(Path(self.request.directory))
         folder = self.staging.temp / (_SHARDS if self.request.merge_checkpoints else "")
-        if self.request.merge_checkpoints:
-            folder.mkdir()
+        folder.mkdir(exist_ok=True)
         return [str(folder), self.staging.id]
 
     def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
         """Write this rank's files; return its report for the manifest."""
         mpu, written = self.state.mpu, {}
+        place = (mpu.shards.rank, mpu.pp.rank, mpu.copies.rank)
         for part, tensors in local.tensors.items():
             if not tensors and (mpu.rank != 0 or part in ("base", "extra")):
                 continue
@@ -222,14 +228,15 @@ class Writer:
                     f"{folder} was removed by another program, or rank {mpu.rank} does not see rank 0's files\n"
                     "  Save to a file system that all nodes share."
                 )
-            place = (mpu.shards.rank, mpu.pp.rank, mpu.copies.rank)
             specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
             record = write_shard(folder, save_id, part, place, specs, tensors.__getitem__, local.rows[part])
             written[part] = record.to_json()
+        for part in written:  # the disk has begun with the first file while the last one was written
+            fsync(folder / shard_name(part, *place))
         return {**local.report, "files": written}
 
     def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
-        """Write on rank 0 what there is once, and put the folder in its place."""
+        """Write the manifest and the small files on rank 0, and put the folder in its place."""
         assert self.staging is not None
         temp = self.staging.temp
         known = {path.name for path in temp.iterdir()}
@@ -238,16 +245,13 @@ class Writer:
             self.tokenizer.save_pretrained(temp)
         written = (path for path in temp.iterdir() if path.is_file() and path.name not in known)
         along = {path.name: file_checksum(path) for path in written}
-        order = next_order(self.staging.target)
-        manifest = _manifest(self.state, save_id, reports, along)
+        order, manifest = next_order(self.staging.target), _manifest(self.state, save_id, reports, along)
         notes = {name: note for report in reports for name, note in report["base notes"].items()}
         forms = {name: tensor.quantized for name, tensor in self.state.quantized.items()}
-        base = QuantizedBase(self.base_name, forms, notes)
-        replace(manifest, order=order, base=base).write(folder)
+        replace(manifest, order=order, base=QuantizedBase(self.base_name, forms, notes)).write(folder)
         if self.request.merge_checkpoints:
             with Shards(folder) as shards:
-                size, format = self.request.max_shard_size, self.request.format
-                write_merged(shards, temp, size, format, progress=False)
+                write_merged(shards, temp, self.request.max_shard_size, self.request.format, progress=False)
             shutil.rmtree(folder)
         fsync_files(temp)
         self.staging.commit()
@@ -256,7 +260,7 @@ class Writer:
 
 
 def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: Mapping[str, str]) -> Manifest:
-    """Make the manifest from the reports of all ranks. Raises CheckpointError if they do not fit together."""
+    """Make the manifest of the reports of all ranks. Raises CheckpointError if they contradict each other."""
     dtypes: dict[str, str] = {}
     files: dict[str, dict[str, FileRecord]] = {}
     for rank, report in enumerate(reports):
@@ -311,11 +315,10 @@ class Held(NamedTuple):
     """A tensor that this rank holds, or rows of one.
 
     Attributes:
-        part: The part of the checkpoint.
         plan: The plan of the full tensor.
-        tensor: The live one, of FSDP2 this rank's rows.
-        first: The first of these rows in the shard.
-        rows: The number of rows of the shard; 1 of a single number.
+        tensor: The live tensor; with FSDP2 this rank's rows.
+        first: The number of the first of these rows in the shard.
+        rows: The number of rows of the shard; 1 for a single number.
     """
 
     part: str
@@ -331,13 +334,12 @@ class Snapshot:
 
     Attributes:
         sets: The tensors of this rank, by the ranks that hold the same.
-        report: what the manifest says of this rank, as JSON: of all the model's tensors that it holds, also those that
-            others write, the dtypes, and which are parameters; plans of the other tensors; the optimizer's metadata,
-            the scheduler, the user's data; the random state.
-        extra: the user's data on this rank, to be compared.
-        fsdp: the model's tensors are sharded over the replicas; the same on every rank.
-        tensors: part -> name -> what this rank writes, after :meth:`cut`.
-        rows: part -> name -> which rows of the shard these are, unless they are all.
+        report: The facts for the manifest, as JSON: dtypes and parameters among all tensors that this rank holds, plans
+            of the other parts, the optimizer's metadata, the scheduler, the user's data, the random state.
+        extra: The user's data on this rank.
+        fsdp: Whether the model's tensors are sharded over the replicas; the same on every rank.
+        tensors: part -> name -> the rows that this rank writes, after :meth:`cut`.
+        rows: part -> name -> the place of these rows in the shard, unless they are all.
     """
 
     sets: Mapping[str, Sequence[Held]]
@@ -349,14 +351,14 @@ class Snapshot:
 
     def sizes(self) -> dict[str, list[Any]]:
         """Return the bytes of each set, and a digest of what is in it, for :func:`shares`."""
-        facts = {
-            key: [(h.part, h.plan.name, h.tensor.shape, h.tensor.dtype) for h in self.sets[key]] for key in self.sets
-        }
-        digests = {key: checksum(str(each).encode()) for key, each in facts.items()}
-        return {key: [sum(h.tensor.nbytes for h in held), digests[key]] for key, held in self.sets.items()}
+        found: dict[str, list[Any]] = {}
+        for key, held in self.sets.items():
+            facts = [(h.part, h.plan.name, h.tensor.shape, h.tensor.dtype) for h in held]
+            found[key] = [sum(h.tensor.nbytes for h in held), checksum(str(facts).encode())]
+        return found
 
     def cut(self, spans: Mapping[str, Range]) -> Snapshot:
-        """Return the contribution with those rows that begin in these bytes of the sets."""
+        """Return the contribution with the rows that begin in these bytes of the sets."""
         tensors: dict[str, dict[str, torch.Tensor]] = {"model": {}, "base": {}, "extra": {}}
         tensors |= {"optimizer": {}} if self.report["optimizer"] is not None else {}
         plans = {part: dict(empty) for part, empty in self.report["plans"].items()}
@@ -378,11 +380,7 @@ class Snapshot:
 
     def copied(self) -> Snapshot:
         """Copy the tensors to host memory, so that training can go on while they are written."""
-        copies = {
-            part: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-            for part, tensors in self.tensors.items()
-        }
-        return replace(self, tensors=copies)
+        return replace(self, tensors=tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), self.tensors))
 
 
 def snapshot(
@@ -391,10 +389,10 @@ def snapshot(
     lr_scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """Collect what this rank holds; tensors are the live ones, not copies. No communication.
+    """Collect the live tensors that this rank holds; no communication.
 
     Raises:
-        CheckpointError: the model is not the one that was parallelized, or something cannot be saved; names it.
+        CheckpointError: The model changed since it was parallelized, or a value cannot be saved.
     """
     state = state_of(model)
     plan, mpu = state.plan, state.mpu
@@ -405,7 +403,7 @@ def snapshot(
     def hold(part: str, due: TensorPlan, tensor: torch.Tensor, of: str, shards: Any = None, only: Any = None) -> None:
         """Add a tensor of the weight ``of`` to the set of the ranks that hold it, unless it is empty.
 
-        ``shards``: ranks of ``mpu.shards``, if the layout does not say which. ``only``: the replicas, if not all.
+        ``shards`` are ranks of ``mpu.shards`` if the layout does not say which; ``only`` the replicas, if not all.
         """
         count, first = tensor.shape[0] if tensor.ndim else 1, 0
         if isinstance(tensor, DTensor):
@@ -470,7 +468,7 @@ def snapshot(
 def _of_model(
     local: Mapping[str, torch.Tensor], state: State
 ) -> Iterator[tuple[str, TensorPlan, torch.Tensor, str | None]]:
-    """Yield name, plan and tensor of what ranks write of the model, and which replica if not all of them."""
+    """Yield the name, plan and tensor of the model's part, and the replica if not all of them hold it."""
     mpu = state.mpu
     for name, tensor in local.items():
         due, trained = state.plan.tensors[name], isinstance(tensor, nn.Parameter)
@@ -485,7 +483,7 @@ def _of_model(
 def _of_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, state: State, taken: OptimizerState
 ) -> Iterator[tuple[str, TensorPlan, torch.Tensor, Any, Any]]:
-    """Yield weight, plan and tensor of the optimizer's state that this rank keeps, and which ranks keep the same."""
+    """Yield the weight, plan and tensor of the optimizer's state on this rank, and the ranks that keep the same."""
     plan, mpu = state.plan, state.mpu
     parameters, step = parameters_by_name(model, plan), step_of(optimizer)
     for name, tensor in taken.tensors.items():

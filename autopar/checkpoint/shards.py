@@ -28,17 +28,14 @@ if TYPE_CHECKING:
 
 
 class Shards(Closing):
-    """The shard files of one checkpoint; a context manager. Files are opened when they are first needed.
+    """The shard files of one checkpoint, opened when they are first needed; a context manager.
 
     Args:
-        folder: of the checkpoint.
-        parts: which of its parts are going to be used; presence and size of all their files are checked at once.
-
-    Attributes:
-        manifest: the checkpoint's.
+        folder: The folder of the checkpoint.
+        parts: The parts to use; presence and size of all their files are checked at once.
 
     Raises:
-        CheckpointError: for a file that is missing, truncated, swapped, of another save, or holds something else.
+        CheckpointError: A file is missing, truncated, swapped, of another save, or holds something else.
     """
 
     def __init__(self, folder: Path, parts: Iterable[str] = WEIGHTS) -> None:
@@ -46,11 +43,8 @@ class Shards(Closing):
         self.manifest = Manifest.read(folder)
         self._readers: dict[str, SafetensorsReader] = {}
         self._lock = threading.Lock()  # several threads read weights
-        files = [
-            (part, name, record)
-            for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts)
-            for name, record in part.files.items()
-        ]
+        used = [self.manifest.parts[name] for name in parts if name in self.manifest.parts]
+        files = [(part, name, record) for part in used for name, record in part.files.items()]
         missing = [name for _, name, _ in files if not (folder / name).is_file()]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -107,26 +101,25 @@ class Shards(Closing):
         return reader
 
     def stored(self, parts: Iterable[str]) -> Iterator[tuple[int, str, str, Part]]:
-        """Iterate over what the files of some parts hold: bytes, file, tensor, part."""
+        """Yield bytes, file, tensor and part of all that the files of some parts hold."""
         for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts):
             for file, record in part.files.items():
                 for name in record.checksums:
                     yield nbytes(dtype_of(part.tensors[name].dtype), record.shape(part.tensors[name])), file, name, part
 
     def verify(self, part: Part, file: str, name: str) -> None:
-        """Raise CheckpointError if the bytes of a tensor in a file are not those that were saved."""
+        """Raise CheckpointError if the bytes of a tensor in a file differ from those that were saved."""
         self._open(part, file).verify(name, part.files[file].checksums[name])
 
     def verify_share(self, parts: Iterable[str], rank: int = 0, world: int = 1) -> None:
-        """Verify what ``rank`` of ``world`` has to: ranks take turns, the largest shards first."""
+        """Verify the share of ``rank`` of ``world``: ranks take turns, the largest shards first."""
         for _, file, name, part in sorted(self.stored(parts), key=lambda one: (-one[0], *one[1:3]))[rank::world]:
             self.verify(part, file, name)
 
     def verify_along(self, names: Iterable[str] | None = None) -> None:
-        """Raise CheckpointError if a small file of the save is missing or is not the one that was saved."""
+        """Raise CheckpointError if a small file of the save is missing or changed."""
         for name in self.manifest.along if names is None else names:
-            path = self.folder / name
-            if not path.is_file():
+            if not (path := self.folder / name).is_file():
                 raise CheckpointError(f"{self.folder} is incomplete: {name} is missing")
             if file_checksum(path) != self.manifest.along[name]:
                 raise CheckpointError(
@@ -135,12 +128,11 @@ class Shards(Closing):
                 )
 
     def lazy(self, name: str, part: str = "model") -> LazyTensor:
-        """Return the full tensor, to be read in ranges from the files that hold them. Nothing is verified.
+        """Return the full tensor, to be read in ranges, without verification.
 
-        Reading raises CheckpointError for a file that is not what the manifest says.
+        Reading raises CheckpointError for a file that differs from the manifest.
         """
-        there = self.manifest.parts[part]
-        plan, layout = there.tensors[name], there.tensors[name].layout
+        there, plan = self.manifest.parts[part], self.manifest.parts[part].tensors[name]
         if not math.prod(plan.shape):
             return InMemory(torch.empty(plan.shape, dtype=dtype_of(plan.dtype)))
 
@@ -149,7 +141,7 @@ class Shards(Closing):
             rows = [_Rows(there.files[file].shape(plan), plan, partial(self._open, there, file)) for file in files]
             return rows[0] if len(rows) == 1 else Joined(rows, 0)
 
-        if layout is None:
+        if (layout := plan.layout) is None:
             return shard(0)
         pieces: list[tuple[int, LazyTensor]] = []
         for tp in filter(layout.owned, range(self.manifest.sizes.tp)):
@@ -161,7 +153,7 @@ class Shards(Closing):
 
     @torch.no_grad()
     def read_shard(self, name: str, part: str, layout: Layout | None, mpu: MPU, out: torch.Tensor) -> None:
-        """Read what this rank holds of a tensor by ``layout`` into ``out``; of a DTensor its own rows only."""
+        """Read this rank's shard of a tensor by ``layout`` into ``out``; of a DTensor its own rows only."""
         from torch.distributed.tensor import DTensor  # takes half a second, which what reads a folder alone spares
 
         shard = lazy_shard(self.lazy(name, part), layout, mpu.shards.rank)
@@ -206,7 +198,7 @@ def write_shard(
     tensor: Callable[[str], torch.Tensor],
     rows: Mapping[str, Range] = MappingProxyType({}),
 ) -> FileRecord:
-    """Write the shard file of rank ``(tp, pp, dp)``; ``tensor`` returns each of its tensors when its turn has come.
+    """Write the shard file of rank ``(tp, pp, dp)``; ``tensor`` returns each tensor when its turn comes.
 
     Raises CheckpointError if the file cannot be written.
     """
@@ -222,26 +214,24 @@ def write_shard(
 
 
 def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None = None) -> dict[str, Any]:
-    """Check that every file is there, that every byte is the one that was saved, and that nothing lies there besides.
-
-    Reading the manifest already checks that the shards cover every row of every shard exactly once.
+    """Check that all files of a checkpoint are there and hold the bytes that were saved, and that there are no others.
 
     Args:
-        directory: folder that ``save_parallelized``, ``split`` or ``reshard`` wrote.
-        progress: show a progress bar; by default on a terminal.
+        directory: The folder that ``save_parallelized``, ``split`` or ``reshard`` wrote.
+        progress: Whether to show a progress bar; by default on a terminal.
 
     Returns:
         ``{"directory": str, "files": int, "tensors": int, "bytes": int, "problems": [str]}``
 
     Raises:
-        CheckpointError: the folder has no manifest that can be read.
+        CheckpointError: The folder has no readable manifest.
     """
     folder = Path(directory)
     problems: list[str] = []
 
-    def passes(check: Callable[[Any], object], what: Any) -> bool:
+    def passes(check: Callable[..., object], *what: Any) -> bool:
         try:
-            check(what)
+            check(*what)
         except CheckpointError as error:
             problems.append(str(error))
             return False
@@ -255,17 +245,16 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
         for name in manifest.along:
             passes(shards.verify_along, [name])
         parts = {name: part for part in manifest.parts.values() for name in part.files}
-        intact = {name for name in present if passes(lambda file: shards._open(parts[file], file), name)}
+        intact = {name for name in present if passes(shards._open, parts[name], name)}
         stored = [shard for shard in shards.stored(PARTS) if shard[1] in present]
         total = sum(size for size, *_ in stored)
         with progress_bar("checking", total, progress) as bar:
             for size, file, name, part in stored:
                 if file in intact:
-                    passes(partial(shards.verify, part, file), name)
+                    passes(shards.verify, part, file, name)
                 bar.update(size)
-    for path in sorted(folder.glob("*-tp*-pp*.safetensors")):
-        if path.name not in known:
-            problems.append(f"{path} does not belong to this checkpoint")
+    strange = (path for path in sorted(folder.glob("*-tp*-pp*.safetensors")) if path.name not in known)
+    problems += [f"{path} does not belong to this checkpoint" for path in strange]
     return {
         "directory": str(folder),
         "files": len(known),

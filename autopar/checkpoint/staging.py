@@ -1,12 +1,13 @@
 """Folders that appear whole or not at all.
 
-A checkpoint is written into a hidden sibling ``.name.tmp-<id>-<pid>-<host>`` of its target and takes the target's place
-in one step, so that a process that is killed at any moment leaves either the previous checkpoint or the new one. The
-name says who writes there: what a killed save left is swept by the next one, what another job is writing is not.
+A checkpoint is written into a hidden sibling ``.name.tmp-<id>-<pid>-<host>`` and takes the place of its target in one
+step. A process that is killed at any moment leaves the previous checkpoint or the new one. The next save removes what
+a killed one left, but not the folder into which another job writes: the name says who writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -16,7 +17,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ REMOVED = ".autopar.json.removed"  # the manifest of a checkpoint whose files ar
 # The files of a checkpoint, in autopar's form and in Hugging Face's. Everything else in a target is the user's.
 _OURS = re.compile(
     r"autopar\.json|\.autopar\.json\.removed|config\.json|generation_config\.json"
-    r"|(model|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
+    r"|(model|base|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
     r"|(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
     r"|wrapper\.safetensors"
@@ -69,7 +69,7 @@ def link(source: str, destination: str) -> None:
 
 
 def leftovers(target: Path) -> list[Path]:
-    """Return siblings of ``target`` that a killed save left behind, or that another one is writing."""
+    """Return siblings of ``target`` that a killed save left, or into which another one writes."""
     try:
         found = [(path, HIDDEN.fullmatch(path.name)) for path in target.parent.iterdir()]
     except OSError:
@@ -79,13 +79,13 @@ def leftovers(target: Path) -> list[Path]:
 
 @functools.cache
 def _host() -> str:
-    """Return a token of what gives processes their ids: the host, and on Linux the container."""
+    """Return a token of the space of process ids: the host, and on Linux the container."""
     space = "/proc/self/ns/pid"
     return checksum(f"{os.uname().nodename} {os.readlink(space) if os.path.islink(space) else ''}".encode())[:8]
 
 
 def _in_use(path: Path) -> bool:
-    """Tell whether a process may be writing into a temporary folder. One on another host is trusted for a day."""
+    """Return whether a process may be writing into a temporary folder; on other hosts it runs for a day."""
     hidden = HIDDEN.fullmatch(path.name)
     try:
         if hidden is None or hidden[3] is None or time.time() - path.stat().st_mtime > ABANDONED:
@@ -103,16 +103,16 @@ class Staging:
     """A temporary folder that is going to take ``target``'s place.
 
     Args:
-        target: absolute path of the folder to make or to replace; a symbolic link stands for what it points to.
-        replace: whether a checkpoint that is already there may be replaced.
+        target: The absolute path of the folder to make or to replace; a symbolic link stands for its target.
+        replace: Whether a checkpoint that is already there may be replaced.
 
     Attributes:
-        id: random token of this save.
-        temp: the folder to write into; it exists.
-        committed: whether :meth:`commit` has put it in the target's place.
+        id: The random token of this save.
+        temp: The folder to write into; it exists.
+        committed: Whether :meth:`commit` has put it in the target's place.
 
     Raises:
-        CheckpointError: if the target cannot or must not be replaced, or no folder can be made beside it.
+        CheckpointError: The target must not be replaced, or no folder can be made next to it.
     """
 
     def __init__(self, target: Path, replace: bool = True) -> None:
@@ -156,16 +156,12 @@ class Staging:
             shutil.rmtree(self.temp, ignore_errors=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def output_folder(verb: str, source: Path, destination: str | os.PathLike[str], force: bool) -> Iterator[Staging]:
     """Stage a folder while the body writes into it, then commit it; after an error nothing of it is left.
 
-    Args:
-        source: The folder that is read.
-        force: Whether a checkpoint in ``destination`` may be replaced.
-
     Raises:
-        CheckpointError: the destination cannot be written, or is the source or a folder around it.
+        CheckpointError: ``destination`` cannot be written, or is ``source`` or a folder around it.
     """
     target, real = Path(os.path.abspath(destination)), source.resolve()
     if target.resolve() in (real, *real.parents):
@@ -220,17 +216,13 @@ def _merged(path: Path) -> bool:
     """Return whether a file was merged from the shards of a plain module, which has no ``config.json``."""
     if path.suffix == ".json":  # the index of several
         path = next(iter(sorted(path.parent.glob("model-*.safetensors"))), path)
-    try:
-        if path.suffix != ".safetensors":
-            return False
-        with SafetensorsReader(path) as reader:
-            return MERGED in reader.metadata
-    except CheckpointError:
-        return False
+    with contextlib.suppress(CheckpointError), SafetensorsReader(path) as reader:
+        return MERGED in reader.metadata
+    return False
 
 
 def _carry_over(target: Path, temp: Path) -> None:
-    """Take the files that no checkpoint consists of (a tokenizer, notes) along."""
+    """Take along the files that belong to no checkpoint (a tokenizer, notes)."""
     for entry in os.scandir(target):
         new = temp / entry.name
         if _OURS.fullmatch(entry.name) or os.path.lexists(new):

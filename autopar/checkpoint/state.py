@@ -1,7 +1,6 @@
-"""The state of saving on a model: its plan, its mesh, its tensors under canonical names, the save in the background.
+"""The state of saving on a model: plan, mesh, tensors under canonical names, the save in the background.
 
-A save goes on while training does in one thread, with its own connections between the ranks; an error is raised by the
-next call.
+That one runs in a thread with its own connections between the ranks. The next call raises its error.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ Copy = TypeVar("Copy")
 
 
 class _Channel:
-    """The ranks of the world over a group of its own: what the thread sends never meets what training sends.
+    """The ranks of the world over a separate group: messages of the thread never meet those of training.
 
-    The group is used by itself, not through the functions of ``torch.distributed``: those refuse it once the script has
-    called ``destroy_process_group``, and the last checkpoint of many a script is being written then.
+    The group's own methods are called: the functions of ``torch.distributed`` refuse it after
+    ``destroy_process_group``, when the last checkpoint of many a script is being written.
     """
 
     def __init__(self, mpu: MPU) -> None:
@@ -56,7 +55,7 @@ class _Channel:
 
 
 class Background:
-    """At most one save of a model that is being written while training goes on."""
+    """At most one save of a model that is written during training."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -88,14 +87,14 @@ class Background:
         """Wait for the save that is being written, if there is one.
 
         Raises:
-            CheckpointError: it failed; on every rank the same. A later call does not raise it again.
+            CheckpointError: The save failed; the same on every rank, once.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            kind = f"{type(error).__name__}: " * (not isinstance(error, CheckpointError))
             raise CheckpointError(f"the save in the background failed: {kind}{error}") from error
 
     def close(self) -> None:
@@ -114,14 +113,13 @@ class State:
     """Plan and mesh of a parallelized model, for saving and loading; an attribute of the root model.
 
     Attributes:
-        plan, mpu: of the model; without quantized weights, which a checkpoint leaves out.
-        hf_path: path of the Hugging Face model in the root model; ``""`` if it is the root.
-        holders: tensor name -> the stages that hold it; empty without a pipeline.
-        quantized: the weights that are left out, or saved as what they are made of (:attr:`adapted`).
-        background: the save that is being written while training goes on.
-        save_adapters: writes adapters alone, for ``adapter_only=True``: ``save(model, directory, timeout, others)`` is
-            called on every rank; None: the model has none.
-        before_merge: checks of the model on this rank before its weights are merged; they raise CheckpointError.
+        plan: The plan without quantized weights, which a checkpoint leaves out.
+        hf_path: The path of the Hugging Face model in the root model; ``""`` if it is the root.
+        holders: Tensor name -> the stages that hold it; empty without a pipeline.
+        quantized: The weights that are left out, or saved in their own form (:attr:`adapted`).
+        save_adapters: ``save(model, directory, timeout, others)`` of ``adapter_only=True``, called on every rank; None
+            without adapters.
+        before_merge: Checks of the model on this rank before its weights are merged; they raise CheckpointError.
     """
 
     plan: Plan
@@ -135,15 +133,15 @@ class State:
 
     @property
     def hf_prefix(self) -> str:
-        """Prefix of the Hugging Face model's names in the root model's state dict."""
+        """Return the prefix of the Hugging Face model's names in the root model's state dict."""
         return f"{self.hf_path}." if self.hf_path else ""
 
     def rows_of(self, name: str) -> Axis:
-        """Return the ranks over which FSDP2 shards a tensor: all its holders, or neighbours among them."""
+        """Return the axis over which FSDP2 shards a tensor."""
         return self.mpu.copies if name in self.plan.experts else self.mpu.fsdp
 
     def gather_rows(self, name: str, held: DTensor) -> torch.Tensor:
-        """Gather what replicas have: not by the tensor's mesh, as torch may know an equal one of a model before."""
+        """Gather a DTensor over this mesh: torch may keep an equal mesh of an earlier model in the tensor."""
         axis, count = self.rows_of(name), held.shape[0]
         rows = tuple(replica_rows(count, replica, axis.size) for replica in range(axis.size))
         local = held.to_local()
@@ -154,14 +152,13 @@ class State:
 
     @property
     def adapted(self) -> bool:
-        """Return whether adapters stand before quantized weights, which are left out then: they stay what they were."""
+        """Return whether adapters wrap quantized weights, which then never change and are left out."""
         return any(".base_layer." in name for name in self.quantized)
 
     def check_whole(self, call: str, *, quantized: bool = False) -> None:
         """Raise CheckpointError if ``call``, which writes all weights, would leave quantized ones out.
 
-        Args:
-            quantized: whether it can write them as they are.
+        ``quantized``: whether it can write them as they are.
         """
         if self.adapted or (self.quantized and not quantized):
             name, tensor = next(iter(self.quantized.items()))
@@ -189,13 +186,12 @@ def parameters_elsewhere(model: nn.Module) -> Sequence[tuple[nn.Module, Mapping[
 
 
 def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Tensor]:
-    """Return this rank's tensors under canonical names, in the plan's order; the model's own objects, not copies.
+    """Return this rank's own tensors, no copies, under canonical names in the plan's order.
 
-    Args:
-        fsdp: take also those that are sharded over the replicas, as DTensors.
+    ``fsdp`` includes DTensors, which are sharded over the replicas.
 
     Raises:
-        CheckpointError: if they are not those of the plan: names, shapes, ties that no longer hold, DTensors.
+        CheckpointError: Names, shapes or ties differ from the plan.
     """
     state = state_of(model)
     plan, tp = state.plan, state.mpu.shards.rank
@@ -249,10 +245,7 @@ def check_fsdp_shard(name: str, tensor: DTensor, ranks: int) -> None:
 
 
 def config_writer(model: nn.Module) -> Callable[[Path], None]:
-    """Return a function that writes ``config.json`` (and ``generation_config.json``) as ``save_pretrained`` would now.
-
-    For a plain module it writes nothing.
-    """
+    """Return a function that writes ``config.json`` (and ``generation_config.json``) as ``save_pretrained`` would."""
     inner = model.get_submodule(state_of(model).hf_path)
     if not isinstance(inner, PreTrainedModel):
         return lambda folder: None

@@ -1,9 +1,8 @@
 """Build a model without memory for its weights: ``with autopar.lazy_init(): model = GPT2LMHeadModel(config)``.
 
-Inside the ``with``, parameters are made on the meta device; each module records the sources of their values: bytes in
-files of a checkpoint (``from_pretrained``), a value that the constructor computed (``torch.ones(hidden)``), or its own
-random initialization. ``autopar.initialize`` then plans and shards shapes, and only this rank's shards ever get
-memory. Buffers are made as always.
+Inside the ``with``, parameters are made on the meta device, and each module records the sources of their values: files
+of a checkpoint (``from_pretrained``), a value that the constructor computed (``torch.ones(hidden)``), or random
+initialization. ``autopar.initialize`` then shards shapes, and only this rank's shards get memory. Buffers are real.
 """
 
 from __future__ import annotations
@@ -38,23 +37,22 @@ _NO_WRITE = {"requires_grad_", "detach_", "share_memory_"}
 def lazy_init() -> Iterator[None]:
     """Build models, or load them with transformers' ``from_pretrained``, without memory for their weights.
 
-    The models are for :func:`autopar.initialize`, which gives each rank its shards: read from the checkpoint's files,
-    or drawn as the constructor would have drawn them. Full weights are equal on any mesh, given ``torch.manual_seed``
-    before ``initialize``; they are not those that the constructor would have drawn.
+    :func:`autopar.initialize` gives each rank its shards: read from the checkpoint's files, or drawn as the constructor
+    would have drawn them. Full weights are equal on any mesh, given ``torch.manual_seed`` before ``initialize``; they
+    differ from those that the constructor would have drawn.
 
-    A module around the Hugging Face model that has parameters of its own fills them with ``torch.nn.init``, has a
+    A custom module around the Hugging Face model fills its parameters with ``torch.nn.init``, has a
     ``reset_parameters``, or computes them (``nn.Parameter(torch.zeros(3))``).
 
-    The weights have no values before ``initialize``: a write into them after the model was built is refused, here or by
-    ``initialize``. Only a write through ``weight.data`` after the ``with`` is not noticed, and lost.
-    Buffers are on the CPU, whatever torch's default device is.
+    The weights have no values before ``initialize``: a write into them after the model was built raises, here or in
+    ``initialize``. Only a write through ``weight.data`` after the ``with`` is not noticed, and lost. Buffers are on the
+    CPU, whatever torch's default device is.
 
     Raises:
-        ConfigError: for a write into the weights of a model that was built or loaded inside, and for buffers on the
-            meta device (``torch.device("meta")`` inside).
-        ConfigError: from a ``from_pretrained`` inside, for what cannot be loaded lazily: quantized checkpoints,
-            ``device_map``, and for the files of an adapter.
-        CheckpointError: from a ``from_pretrained`` inside, for files that are missing or damaged.
+        ConfigError: A write into the weights of a model that was built or loaded inside; buffers on the meta device
+            (``torch.device("meta")`` inside); a ``from_pretrained`` of a quantized checkpoint, with ``device_map``, or
+            of an adapter's files.
+        CheckpointError: A ``from_pretrained`` of missing or damaged files.
     """
     made: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # some are temporary
     empty = _EmptyOnMeta()
@@ -135,7 +133,7 @@ def _patch_transformers(patches: ExitStack, empty: _EmptyOnMeta) -> None:
 
 
 def adapter_first(path: str) -> str:
-    """Return what an error says about the files of an adapter, which a model without memory cannot read."""
+    """Return the advice for the files of an adapter, which a model without memory cannot read."""
     return (
         f"{path} holds an adapter, whose values are read after the model is parallelized:\n"
         "  with autopar.lazy_init(): model = AutoModelForCausalLM.from_pretrained(base)\n"
@@ -150,7 +148,7 @@ def in_lazy_init() -> bool:
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Make tensors on the CPU inside, whatever torch's default device is. Costs nothing where that is the CPU.
+    """Make tensors on the CPU inside, whatever torch's default device is; free of cost where that is the CPU.
 
     ``torch.device`` as a context intercepts each of torch's functions (measured: 15 ms while a model is loaded).
     """
@@ -158,15 +156,12 @@ def on_cpu() -> AbstractContextManager[Any]:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Make uninitialized memory on the meta device.
-
-    ``torch.empty`` gives a tensor on the meta device. Calls of ``torch.nn.init`` on it are recorded; any other write
-    materializes it.
+    """Make ``torch.empty`` on the meta device, record ``torch.nn.init``, and materialize before other writes.
 
     Attributes:
-        begun: the Hugging Face models whose constructor has started; one inside another is built with the outer one.
-        built: those whose constructor is done.
-        loaded: those with values from files; their materialized weights are final.
+        begun: The Hugging Face models whose constructor has started; one inside another is built with the outer one.
+        built: The models whose constructor is done.
+        loaded: The models with values from files; their materialized weights are final.
     """
 
     def __init__(self) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
+from autopar import registry
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.compat.tensors import own_buffers, own_parameters, version_of
@@ -39,12 +40,12 @@ Init = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter's values come from.
+    """The source of a parameter's values.
 
     Attributes:
-        lazy: the tensor to read; None: random initialization.
-        inits: calls of ``torch.nn.init`` on it by the constructor, in order.
-        parameter, version: itself, and its version then, to find later writes into it.
+        lazy: The tensor to read; None for random initialization.
+        inits: The constructor's calls of ``torch.nn.init`` on it, in order.
+        parameter, version: The parameter and its version, to find later writes into it.
     """
 
     lazy: LazyTensor | None
@@ -93,6 +94,8 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     what = str(config.pretrained_model_name_or_path or type(model).__name__)
     if (quantized := quantizers(what, config.hf_quantizer)) is not None:
         original, config = quantized.read(original, model, config)
+    elif config.hf_quantizer and (entry := registry.entry("quantizers", "transformers")) is not None:
+        original = entry.dequantize(original)
     if config.device_map is not None:
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
     pending = [path for path, stored in stored_weights(model).items() if stored.pending]
@@ -117,8 +120,7 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
 def _keep_sources(model: nn.Module, others: Mapping[str, nn.Parameter]) -> None:
     """Replace sketches by meta parameters, and by real buffers.
 
-    Args:
-        others: The weights, by the path of their layer, that a library stores in another form, as it made them.
+    ``others`` are the weights that a library stores in another form, by the path of their layer.
     """
     for path, module in model.named_modules():
         for name, parameter in own_parameters(module).items():
@@ -139,7 +141,7 @@ def _keep_sources(model: nn.Module, others: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_ties(model: Any, info: Any) -> None:
-    """Tied weights that are both in the files: one tensor if they are equal, else two; transformers looks at values."""
+    """Make tied weights that are both in the files one tensor if they are equal, as transformers does."""
     for target, source in list((getattr(model, "all_tied_weights_keys", None) or {}).items()):
         pair = []
         for name in (source, target):
@@ -166,12 +168,8 @@ def _untied(model: Any, target: str, source: str) -> None:
 def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -> None:
     """Set every parameter's source to its shards, and read the buffers.
 
-    Args:
-        dtype: "auto" for that of each tensor in the shards; else the model's, except for what
-            transformers keeps in float32.
-
-    Raises:
-        CheckpointError: the shards do not hold exactly the model's tensors.
+    With ``dtype`` "auto" each tensor has that of the shards; else the model's, except for those that transformers keeps
+    in float32. Raises CheckpointError unless the shards hold exactly the model's tensors.
     """
     manifest, start = shards.manifest, shards.manifest.hf_prefix
     saved = {

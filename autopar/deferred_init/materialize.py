@@ -1,12 +1,14 @@
 """Materialize the parameters of a lazily built model: this rank's shards, directly in final storage.
 
-Values come from the files of a checkpoint (each rank reads its own byte ranges), from the constructor, or from the
-model's own random initialization. That one works on full modules, and draws the same numbers on every rank; a parameter
-is full from the first step that touches it to the last one (:class:`InitSteps`).
+Values come from the files of a checkpoint (each rank reads its byte ranges), from the constructor, or from the model's
+random initialization. That works on full modules, and draws the same numbers on every rank; a parameter is full from
+the first step that touches it to the last one (:class:`InitSteps`).
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,7 +44,7 @@ _MOST_THREADS = 8  # more of them wait for each other's memory
 
 
 def deferred_fingerprint(model: nn.Module) -> list[list[str]]:
-    """Return the kind of source of each parameter; must be the same on every rank."""
+    """Return the kind of source of each parameter, which must be identical on all ranks."""
     return [
         [path, name, "draw" if source.lazy is None else "value" if isinstance(source.lazy, InMemory) else "file"]
         for path, module in model.named_modules()
@@ -54,13 +56,11 @@ class Materializer:
     """The deferred parameters of a model and their sources. Made before the model is sharded.
 
     Args:
-        model: the root model; full shapes, partly or all on the meta device.
-        inner: the Hugging Face model in it, or a plain module.
-        plan: of the model.
-        config: of the model; with ZeRO's stages 2 and 3 a rank holds some rows of each shard.
+        model: The root model; full shapes, partly or all on the meta device.
+        inner: The Hugging Face model in it, or a plain module.
 
     Raises:
-        ConfigError: nothing gives a parameter its values, or it was written into while it had no memory.
+        ConfigError: A parameter gets no values, or was written into while it had no memory.
     """
 
     def __init__(self, model: nn.Module, inner: nn.Module, plan: Plan, config: ParallelConfig) -> None:
@@ -81,7 +81,7 @@ class Materializer:
         sync_parameters(holder, mpu)
 
     def _held(self, pending: DeferredParameter, full: LazyTensor, mpu: MPU) -> LazyTensor:
-        """Return what this rank holds of a full tensor: its shard, or the rows of it that FSDP2 leaves here."""
+        """Return this rank's shard of a full tensor, or the rows of it that FSDP2 leaves here."""
         shard = lazy_shard(full, pending.layout, mpu.shards.rank)
         if not self._config.fully_sharded or not shard.shape:
             return shard
@@ -94,17 +94,14 @@ class Materializer:
     def draw(self, mpu: MPU, held_here: Callable[[str], bool]) -> None:
         """Run the random initialization; every rank draws rank 0's numbers and keeps its shards.
 
-        Args:
-            held_here: whether this rank's stage holds the parameter of a name.
+        ``held_here`` says whether this rank's stage holds the parameter of a name.
 
         Raises:
-            ConfigError: a parameter was touched, but not filled; the model is left without memory.
+            ConfigError: A parameter was touched, but not filled; the model is left without memory.
         """
         if not self._steps.last:
             return
         unfilled: list[str] = []
-        sizes = {key: pending.parameter.nbytes for key, pending in self._pending.items()}
-        memory = _Memory(sizes, self._steps)
         for pending in map(self._pending.__getitem__, self._touched):
             if held_here(pending.name):
                 held = self._held(pending, InMemory(pending.parameter), mpu)
@@ -112,7 +109,7 @@ class Materializer:
 
         def materialize(key: int) -> None:
             pending = self._pending[key]
-            full = memory.take(sizes[key]).view(pending.dtype).view(pending.shape).fill_(float("nan"))
+            full = _mapped(pending.shape, pending.dtype).fill_(float("nan"))
             if pending.source is not None:
                 pending.source.read_into(full, whole_box(pending.shape))
             replace_storage(pending.parameter, full)
@@ -126,7 +123,6 @@ class Materializer:
                 held = self._held(pending, InMemory(full), mpu)
                 held.read_into(pending.shard, whole_box(held.shape))
             replace_storage(pending.parameter, torch.empty(pending.shape, dtype=full.dtype, device="meta"))
-            memory.give()
 
         with same_draws():
             self._steps.run(materialize, shard)
@@ -136,8 +132,7 @@ class Materializer:
     def fill(self, mpu: MPU) -> None:
         """Give every parameter of the model, which is sharded already, its final storage.
 
-        Raises:
-            CheckpointError: a file cannot be read, or was written to meanwhile.
+        Raises CheckpointError if a file cannot be read, or was written to meanwhile.
         """
         names = self._plan.names
         here = {names.get(name): parameter for name, parameter in self._model.named_parameters()}  # on this stage
@@ -184,35 +179,13 @@ class Materializer:
             file.check_unchanged()
 
 
-class _Memory:
-    """Memory that full parameters take in turn: malloc would leave holes, in sum as large as the model.
-
-    Args:
-        sizes: bytes of each parameter.
-    """
-
-    def __init__(self, sizes: Mapping[int, int], steps: InitSteps) -> None:
-        most, at, taken = 0, 0, set[int]()
-        for first, last in zip(steps.first, steps.last, strict=True):
-            at += sum(self._rounded(sizes[key]) for key in first)
-            most, taken = max(most, at), (taken | first) - last
-            at = at if taken else 0
-        self._bytes = torch.empty(most, dtype=torch.uint8, device="cpu")
-        self._at = self._taken = 0
-
-    @staticmethod
-    def _rounded(size: int) -> int:
-        return -(-size // 64) * 64
-
-    def take(self, size: int) -> torch.Tensor:
-        """Return ``size`` bytes."""
-        self._at, self._taken, start = self._at + self._rounded(size), self._taken + 1, self._at
-        return self._bytes[start : start + size]
-
-    def give(self) -> None:
-        """Take back what one call of :meth:`take` returned; memory is used again when all of them are back."""
-        self._taken -= 1
-        self._at = self._at if self._taken else 0
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory that the system gets back at once: malloc would leave holes, in sum as large as the model."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
@@ -270,7 +243,7 @@ def _uninitialised(model: nn.Module, names: list[str]) -> str:
 
 
 def reading_threads(ranks: int) -> int:
-    """Count the threads that a rank may read with: its share of this machine's cores, and not too many."""
+    """Return the number of threads that a rank may read with: its share of this machine's cores, and not too many."""
     return min(_MOST_THREADS, cores_of_a_rank(ranks))
 
 
@@ -291,18 +264,15 @@ class DeferredParameter:
 
     @property
     def drawn(self) -> bool:
-        """Whether random initialization may fill it; values from a file are final."""
+        """Return whether random initialization may fill it; values from a file are final."""
         return self.source is None or isinstance(self.source, InMemory)
 
 
 class InitSteps:
     """The random initialization of a model, one step per module, in transformers' order: children first.
 
-    All steps run on the meta device first, to find the parameters that each of them touches. So a parameter is full
-    only from the first step that touches it to the last one.
-
-    Args:
-        drawn: ``id(parameter)`` -> those that it may fill.
+    All steps run on the meta device first, to find the parameters of ``drawn`` that each of them touches. So a
+    parameter is full only from the first step that touches it to the last one.
     """
 
     def __init__(self, model: nn.Module, inner: nn.Module, drawn: Mapping[int, DeferredParameter]) -> None:
@@ -379,10 +349,9 @@ class InitSteps:
 def _own_inits(
     module: nn.Module, inner: nn.Module, owner: PreTrainedModel | None, adapters: Mapping[int, list[Init]]
 ) -> Iterator[Init]:
-    """The modules, children first, with their initialization: a Hugging Face model's, or their reset_parameters.
+    """Yield the modules, children first, with their initialization: a Hugging Face model's, or their reset_parameters.
 
-    Args:
-        adapters: ``id(layer)`` -> the steps of its adapters.
+    ``adapters``: ``id(layer)`` -> the steps of its adapters.
     """
     if isinstance(module, PreTrainedModel):
         owner = module
@@ -450,14 +419,7 @@ def _untied(model: nn.Module) -> Iterator[None]:
 
 
 class _Touched(TensorTracking):
-    """A dispatch mode that finds which of some meta tensors are arguments of operations.
-
-    Args:
-        by_storage: storage of each tensor -> its key.
-
-    Attributes:
-        keys: of the tensors found.
-    """
+    """A dispatch mode that collects the ``keys`` of meta tensors that are arguments of operations."""
 
     def __init__(self, by_storage: Mapping[int | None, int]) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """Files: read by byte ranges, written from the beginning to the end; and their checksums.
 
 The checksum of everything in a checkpoint is XXH3, 64 bits, as 16 hexadecimal digits. It runs at the speed of memory
-(measured: 20 GB/s on one core, CRC-32 4 GB/s), so that nobody has a reason to turn it off. It finds accidents, not
-forgers. https://xxhash.com
+(measured: 20 GB/s on one core, CRC-32 4 GB/s). It finds accidents, not forgers. https://xxhash.com
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ class Closing:
 
 
 class RangeFile(Closing):
-    """A file that is read by byte ranges, by any number of threads; opened at the first read. A context manager.
-
-    Args:
-        path: the file.
-    """
+    """A file that any number of threads read by byte ranges, opened at the first read; a context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,14 +47,13 @@ class RangeFile(Closing):
         self.read_runs(target, [(0, offset)], len(target))
 
     def read_runs(self, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
-        """Read runs of ``length`` bytes, for each its place in ``target`` and its offset in the file.
+        """Read runs of ``length`` bytes, each with its place in ``target`` and its offset in the file.
 
-        A row-parallel weight has one in every row, so this loop holds nothing but the calls (measured: 1.5 us each
-        beside the copying). Raises CheckpointError if the file ends before.
+        A row-parallel weight has one in every row, so this loop has only the calls (measured: 1.5 us each, without
+        copying). Raises CheckpointError if the file ends before.
         """
-        preadv = os.preadv
+        preadv, handle = os.preadv, self._opened()
         try:
-            handle = self._opened()
             for here, there in places:
                 done = preadv(handle, [target[here : here + length]], there)
                 while done < length:  # one call reads at most 2 GiB
@@ -74,10 +68,12 @@ class RangeFile(Closing):
 
     def _opened(self) -> int:
         with _opening:
-            if self._handle is None:
-                self._handle = os.open(self.path, os.O_RDONLY)
-            if self._first is None:
-                self._first = self._state(self._handle)
+            try:
+                if self._handle is None:
+                    self._handle = os.open(self.path, os.O_RDONLY)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+            self._first = self._first or self._state(self._handle)
         return self._handle
 
     @staticmethod
@@ -85,19 +81,13 @@ class RangeFile(Closing):
         found = os.fstat(handle)
         return found.st_size, found.st_mtime_ns
 
-    def check_unchanged(self) -> None:
-        """Check that nothing has written into the file since it was opened first.
+    def size(self) -> int:
+        """Return the bytes of the file. Raises CheckpointError if it cannot be opened."""
+        return self._state(self._opened())[0]
 
-        Raises:
-            CheckpointError: something has, or the file is gone.
-        """
-        if self._first is None:
-            return
-        try:
-            now = self._state(self._opened())
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if now != self._first:
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file was written into or removed since it was opened first."""
+        if self._first is not None and (now := self._state(self._opened())) != self._first:
             grown = f" (it had {self._first[0]} bytes, now {now[0]})" if now[0] != self._first[0] else ""
             raise CheckpointError(
                 f"{self.path} was written to while it was being loaded{grown}: the weights may be of both files.\n"
@@ -121,15 +111,11 @@ _EARLY = 1 << 23  # bytes after which the disk is given work
 
 
 class OutputFile(io.FileIO):
-    """Opened at once, for writing; what was there before is lost. Every method raises ``OSError`` as the system does.
+    """A new file, written from the beginning; every method raises ``OSError`` as the system does.
 
-    The disk gets work while the rest is still being copied, not only at the fsync (measured: 1 GB in 0.9 s, else 1.2).
-    Calls are small: the kernel holds what it is given in blocks of memory as large as one call. A virtual machine may
-    first have to get large ones from its host (measured: a copy of 1 GB in 0.3 s in calls of 128 KiB, 1.2 s in those of
-    2 MiB).
-
-    Args:
-        path: the file to make.
+    The disk gets work while the rest is copied, not only at the fsync (measured: 1 GB in 0.9 s, else 1.2). Calls are
+    small: the kernel allocates blocks as large as one call, and a virtual machine may first have to get large ones from
+    its host (measured: a copy of 1 GB in 0.3 s in calls of 128 KiB, 1.2 s in those of 2 MiB).
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,10 +148,7 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def small_file(path: Path) -> bytes:
-    """Read a file of a folder that others may have made.
-
-    Raises ``OSError`` as the system does, and for a named pipe or a device, which might be read forever.
-    """
+    """Read a small file. Raises ``OSError`` as the system does, and for a named pipe or a device."""
     if path.exists() and not path.is_file():
         raise OSError("it must be a regular file")
     return path.read_bytes()

@@ -1,9 +1,8 @@
-"""The weight files of a Hugging Face checkpoint as lazy tensors: safetensors, or what ``torch.save`` writes.
+"""The weight files of a Hugging Face checkpoint as lazy tensors: safetensors, or the files of ``torch.save``.
 
-``from_pretrained`` renames, splits, stacks and permutes what it reads, to fit files of one form into modules of
-another. A :class:`Sketch` looks to that code like the tensor in the file, but holds no data: each operation on it
-gives another sketch that knows which bytes it stands for. A view, as the same operation makes it on the meta device,
-stays a description of byte ranges; any other result is computed from the real tensors whenever it is read.
+``from_pretrained`` renames, splits, stacks and permutes what it reads. A :class:`Sketch` looks to that code like the
+tensor in the file, but holds no data: each operation gives another sketch that knows its bytes. A view stays a
+description of byte ranges; any other result is computed from the real tensors whenever it is read.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from autopar.storage.lazy_tensor import (
     LazyTensor,
     Stored,
     lazy_view,
+    parts_of,
     permuted,
     reshaped,
     unsqueezed,
@@ -51,13 +51,10 @@ _CHUNK = 1 << 24  # bytes that are compared at a time
 
 
 def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = "") -> dict[str, LazyTensor]:
-    """Open files: name -> lazy tensor; of each file only the header is read. A later file takes precedence.
-
-    Args:
-        folder: if it is a folder on this machine, no file may lie outside of it.
+    """Open files: name -> lazy tensor, of which only the header is read. A later file takes precedence.
 
     Raises:
-        CheckpointError: a file is missing, truncated, no checkpoint, or outside of ``folder``.
+        CheckpointError: A file is missing, truncated, no checkpoint, or outside of a local ``folder``.
     """
     tensors: dict[str, LazyTensor] = {}
     for path in map(Path, files):
@@ -83,7 +80,7 @@ def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLik
 
 
 def damage(folder: Path) -> str:
-    """Tell which of the small files in ``folder`` that loading reads is damaged, and why; "" if none is."""
+    """Return which small file in ``folder`` is damaged, and why; "" if none is."""
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.index.json")]):
         try:
             data = json.loads(small_file(path))
@@ -130,7 +127,7 @@ def _of_storage(name: str, tensor: torch.Tensor, file: RangeFile, size: int) -> 
 
 
 def same_values(one: LazyTensor, other: LazyTensor) -> bool:
-    """Tell whether two tensors hold the same values; the same bytes of one file are not read."""
+    """Return whether two tensors hold the same values; the same bytes of one file are not read."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     stored = isinstance(one, Stored) and isinstance(other, Stored)
@@ -143,7 +140,9 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 class Computed(LazyTensor):
-    """Output ``which`` of an operation that needs its inputs whole; it is run again at each read.
+    """Output ``which`` of an operation, which is run again at each read: on the box alone if it is pointwise.
+
+    Any other operation gets its full inputs: of its result no shard can be read by itself.
 
     Args:
         like: a meta tensor with the output's shape and dtype.
@@ -156,9 +155,24 @@ class Computed(LazyTensor):
         self._which = which
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
+        pointwise = torch.Tag.pointwise in self._call[0].tags
+        for place, part in parts_of(box, self.dtype.itemsize) if pointwise else ():
+            out[place].copy_(self._run(part)[self._which])
+        if not pointwise:
+            InMemory(self._run()[self._which]).read_into(out, box)
+
+    def _run(self, box: Box | None = None) -> list[Any]:
+        """Return the results, those of a pointwise operation for a box of them."""
+
+        def real(value: Any) -> Any:
+            if box is None or not isinstance(value, torch.Tensor):
+                return _real(value)
+            ranges = box[len(box) - value.ndim :]  # a dim of one element stands for any number of them
+            mine = tuple((0, 1) if n == 1 else one for n, one in zip(value.shape, ranges, strict=True))
+            return (value.lazy if isinstance(value, Sketch) else InMemory(value)).read(mine)
+
         func, args, kwargs = self._call
-        leaves = tree_leaves(func(*tree_map(_real, args), **tree_map(_real, kwargs)))
-        InMemory(leaves[self._which]).read_into(out, box)
+        return tree_leaves(func(*tree_map(real, args), **tree_map(real, kwargs)))
 
 
 def _real(value: Any) -> Any:
@@ -172,11 +186,7 @@ def _on_meta(value: Any) -> Any:
 
 
 class Sketch(torch.Tensor):
-    """A lazy tensor as code that works on tensors sees it: on the CPU, contiguous, without data.
-
-    Attributes:
-        lazy: the tensor that it stands for.
-    """
+    """A lazy tensor as code that works on tensors sees it: on the CPU, contiguous, without data."""
 
     lazy: LazyTensor
 

@@ -1,10 +1,9 @@
 """Python values as JSON and back: numbers, text, containers, arrays and tensors, and nothing that could run.
 
 Values that JSON does not have are objects with the key ``"$"``: ``{"$": "tuple", "items": [1, 2]}``. Tensors are left
-out of the JSON and named by their place (``extra.ema['wte.weight']``), so that they can be stored as tensors; or, where
-they are small, they lie in it as base64. Decoding builds values of the types listed here only, and checks everything
-first. ``torch.save`` refuses numpy arrays and frozensets, writes all of a storage for a view of two elements, and what
-it writes cannot be read by eye.
+out of the JSON and named by their place (``extra.ema['wte.weight']``), or are base64 in it where they are small.
+Decoding builds values of the types listed here only, and checks everything first. ``torch.save`` refuses numpy arrays
+and frozensets, and writes the full storage for a view of two elements.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozense
 
 
 def encode(value: object, where: str) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Return ``value`` as JSON, and the tensors in it by their place; :func:`decode` gives both back.
+    """Return ``value`` as JSON, and the tensors in it by their place; :func:`decode` returns both.
 
     Args:
-        value: made of None, bool, int, float, str, list, tuple, dict, OrderedDict, Counter, set and frozenset (keys are
+        value: None, bool, int, float, str, list, tuple, dict, OrderedDict, Counter, set and frozenset (keys are
             scalars), tensors, numpy scalars and arrays of numbers, ``torch.dtype`` and ``torch.Size``. A tensor is
-            taken as it is (detached, not copied), an ``nn.Parameter`` comes back as a tensor.
-        where: what the value is called, in errors and in the names of its tensors: ``extra``.
+            detached, not copied; an ``nn.Parameter`` comes back as a tensor.
+        where: The name of the value, in errors and in the names of its tensors: ``extra``.
 
     Raises:
-        CheckpointError: for anything else, with its place and type.
+        CheckpointError: Any other value, with its place and type.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encode(value, where, 0, tensors), tensors
@@ -57,7 +56,7 @@ def encode_inline(value: object, where: str) -> Json:
 
 
 def _writable(text: str) -> bool:
-    """Tell whether there are no surrogates in it, which do not come back from JSON as they were."""
+    """Return whether the text has no surrogates, which do not come back from JSON as they were."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -137,16 +136,9 @@ def _text(data: bytes) -> str:
 def decode(
     data: Json, tensors: Mapping[str, torch.Tensor] | None = None, where: str = "the value", depth: int = 0
 ) -> Any:
-    """Return the value that :func:`encode` or :func:`encode_inline` was given.
+    """Return the value that :func:`encode` or :func:`encode_inline` was given, with the tensors of ``encode``.
 
-    Args:
-        data: JSON as they returned it.
-        tensors: by name; those of ``encode``.
-        where: what the value is called, in errors.
-        depth: how many containers are around it.
-
-    Raises:
-        CheckpointError: if ``data`` is not what they return; never another error.
+    Raises CheckpointError, and no other error, for data that they do not return.
     """
     if depth > _DEEPEST:
         _damaged(where, f"it lies more than {_DEEPEST} containers deep")

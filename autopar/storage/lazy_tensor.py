@@ -8,6 +8,7 @@ straight into their final place when dtype and device are the file's.
     ├── Joined       several side by side along a dim (the shards of a checkpoint, stacked experts)
     ├── InMemory     a tensor in memory
     ├── View         slices, dims in another order, dims of size 1
+    ├── Reshaped     dims split or folded
     └── Converted    another dtype
 
 A piece is what ``save_pretrained`` writes in place of a stored tensor (one of stacked experts, a fused projection).
@@ -38,8 +39,7 @@ class LazyTensor(ABC):
     """A tensor that is read in boxes: a range along each dim.
 
     Attributes:
-        shape, dtype: as it is stored.
-        bases: the lazy tensors that it is made of.
+        bases: The lazy tensors that it is made of.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, bases: Iterable[LazyTensor] = ()) -> None:
@@ -52,12 +52,12 @@ class LazyTensor(ABC):
         """Write the elements of ``box`` into ``out``, which has the box's sizes; any dtype, device and strides."""
 
     def files(self) -> Iterator[RangeFile]:
-        """Iterate over the files that its bytes lie in, some of them several times."""
+        """Yield the files of its bytes, some of them several times."""
         for base in self.bases:
             yield from base.files()
 
     def slabs(self, limit: int) -> Iterator[Box]:
-        """Iterate over boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
+        """Yield boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
         return _slabs(self.shape, self.dtype.itemsize, limit)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
@@ -89,6 +89,13 @@ def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
     for at in range(shape[0]):
         for rest in _slabs(shape[1:], itemsize, limit):
             yield ((at, at + 1), *rest)
+
+
+def parts_of(box: Box, itemsize: int) -> Iterator[tuple[tuple[slice, ...], Box]]:
+    """Yield boxes of a bounded number of bytes that make up ``box``, each with its place in a tensor of that box."""
+    for slab in _slabs(tuple(stop - start for start, stop in box), itemsize, _BOUNCE):
+        part = tuple((start + low, start + high) for (start, _), (low, high) in zip(box, slab, strict=True))
+        yield tuple(slice(low, high) for low, high in slab), part
 
 
 class Stored(LazyTensor):
@@ -129,18 +136,16 @@ class Stored(LazyTensor):
 
     def _read_over(self, out: torch.Tensor, box: Box) -> None:
         """Read through a small buffer: another dtype, a GPU, or other strides."""
-        for slab in _slabs(tuple(stop - start for start, stop in box), self.dtype.itemsize, _BOUNCE):
-            part = tuple((start + low, start + high) for (start, _), (low, high) in zip(box, slab, strict=True))
-            buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
+        for place, part in parts_of(box, self.dtype.itemsize):
+            buffer = torch.empty([high - low for low, high in part], dtype=self.dtype, device="cpu")
             self._read_runs(buffer, part, self._run_dim(part))
-            out[tuple(slice(low, high) for low, high in slab)].copy_(buffer)
+            out[place].copy_(buffer)
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
     """Return the memory from the first to the last element of a tensor on the CPU, writable.
 
-    ``Tensor.numpy`` would do, but it makes the storage one that can never be resized, which sharded data parallelism
-    needs to do later.
+    ``Tensor.numpy`` would fix the size of the storage, which sharded data parallelism resizes later.
     """
     if tensor.numel() == 0:
         return memoryview(bytearray())
@@ -184,10 +189,7 @@ class InMemory(LazyTensor):
 
 @torch.no_grad()
 def read_shard(lazy: LazyTensor, layout: Layout | None, rank: int, out: torch.Tensor) -> None:
-    """Read what ``rank`` holds of ``lazy`` by ``layout`` (None: all of it) into ``out``, its final storage.
-
-    Raises ``ValueError`` if ``out`` does not have the shard's shape.
-    """
+    """Read the shard of ``rank`` by ``layout`` (None: all) into ``out``. Raises ``ValueError`` for its shape."""
     shard = lazy_shard(lazy, layout, rank)
     shard.check_shape(out)
     shard.read_into(out, whole_box(shard.shape))
@@ -208,8 +210,8 @@ class View(LazyTensor):
     """Ranges of the dims of ``base``, in any order, with dims of size 1 left out or added.
 
     Args:
-        dims: for each dim the one of ``base`` that it is a range of; None: one of size 1 that is added.
-        starts: where the range begins in each dim of ``base``. Those that are left out have one element.
+        dims: The dim of ``base`` that each dim is a range of; None for an added one of size 1.
+        starts: The beginning of the range in each dim of ``base``; dims that are left out have one element.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class View(LazyTensor):
         self._kept = [dim for dim in self.dims if dim is not None]
 
     def slabs(self, limit: int) -> Iterator[Box]:
-        """Yield one box if dims are in another order: a part of its rows lies in every row of ``base``."""
+        """Yield one box if dims are in another order: a part of its rows is in every row of ``base``."""
         return super().slabs(limit) if self._kept == sorted(self._kept) else iter((whole_box(self.shape),))
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
@@ -273,10 +275,9 @@ class Converted(LazyTensor):
 
 
 def lazy_view(full: LazyTensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> LazyTensor | None:
-    """Return a view of a contiguous tensor as ranges of its dims; None if it is none (elements skipped, dims folded).
+    """Return a view, by shape, stride and offset in elements, of a contiguous tensor as ranges of its dims.
 
-    Args:
-        shape, stride, offset: of the view, in elements.
+    None if there are no such ranges: elements are skipped, or dims folded.
     """
     steps = [math.prod(full.shape[dim + 1 :]) for dim in range(len(full.shape))]
     starts = []
@@ -294,23 +295,70 @@ def lazy_view(full: LazyTensor, shape: Sequence[int], stride: Sequence[int], off
     return full if is_full else View(full, shape, dims, starts)
 
 
-def reshaped(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor | None:
-    """Return the tensor with dims split or folded; None unless it is contiguous in a file."""
+def reshaped(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor:
+    """Return the tensor with dims split or folded."""
     if isinstance(lazy, Converted):
-        base = reshaped(lazy.base, shape)
-        return None if base is None else Converted(base, lazy.dtype)
-    return Stored(lazy.file, lazy.offset, lazy.dtype, shape) if isinstance(lazy, Stored) else None
+        return Converted(reshaped(lazy.base, shape), lazy.dtype)
+    return Stored(lazy.file, lazy.offset, lazy.dtype, shape) if isinstance(lazy, Stored) else Reshaped(lazy, shape)
+
+
+class Reshaped(LazyTensor):
+    """The elements of ``base`` in their order, in another shape.
+
+    Dims that are split or folded together are a group. Of each the elements from the first that is needed to the last
+    one are read: a weight with one scale for each block is read in rows of blocks, and in columns of blocks.
+    """
+
+    def __init__(self, base: LazyTensor, shape: Sequence[int]) -> None:
+        super().__init__(shape, base.dtype, [base])
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        if out.numel() == 0:
+            return
+        cover: list[Range] = []  # what is read of the base
+        spans: list[Range] = []  # for each group the elements that are needed of what is read
+        lengths: list[int] = []  # for each group the number of elements that are read
+        sizes: list[int] = []  # of the needed elements, as dims of this tensor
+        inner: list[Range] = []  # what is needed of these dims
+        for old, new in _groups(self.bases[0].shape, self.shape):
+            wanted = box[len(sizes) : len(sizes) + len(new)]
+            first = next((dim for dim, size in enumerate(new) if size > 1), len(new))
+            (low, high), step = wanted[first] if first < len(new) else (0, 1), math.prod(new[first + 1 :])
+            sizes += [high - low if dim == first else size for dim, size in enumerate(new)]
+            inner += [(0, high - low) if dim == first else one for dim, one in enumerate(wanted)]
+            start, stop, begins, rest, single = low * step, high * step, 0, math.prod(old), True
+            for size in old:
+                rest //= size
+                edges = (start // rest % size, (stop - 1) // rest % size + 1) if single else (0, size)
+                cover.append(edges)
+                single, begins = single and edges[1] - edges[0] == 1, begins + edges[0] * rest
+            spans.append((start - begins, stop - begins))
+            lengths.append(math.prod(high - low for low, high in cover[len(cover) - len(old) :]))
+        read = self.bases[0].read(tuple(cover)).reshape(lengths)
+        read = read[tuple(slice(start, stop) for start, stop in spans)].reshape(sizes)
+        out.copy_(read[tuple(slice(start, stop) for start, stop in inner)])
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield runs of dims of two shapes that hold equally many elements, as short ones as there are."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        here, there = i, j
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while (left := math.prod(old[here:i])) != (right := math.prod(new[there:j])):
+            i, j = i + (left < right), j + (left > right)
+        yield old[here:i], new[there:j]
 
 
 def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> LazyTensor:
     """Return the piece, to be read in ranges; a view that is not a box of its tensors is read at once.
 
     Args:
-        of: the stored tensor that it is a view of, unless it is joined.
-        stored: opens a stored tensor.
+        of: The stored tensor that it is a view of, unless it is joined.
+        stored: A function that opens a stored tensor.
 
     Raises:
-        CheckpointError: the piece does not lie inside what it is a view of.
+        CheckpointError: The piece exceeds the tensor that it is a view of.
     """
     if piece.joined is None and not of:
         return InMemory(torch.zeros(piece.shape, dtype=torch.bool))  # the least of dtypes

@@ -1,14 +1,13 @@
 """Read and write safetensors files one tensor at a time, with a checksum of each.
 
-The official library maps whole files or wants all tensors in memory at once; merging a large checkpoint can afford
-neither. Files written here are byte for byte what ``safetensors.torch.save_file`` would write.
+The official library maps full files or needs all tensors in memory, which merging a large checkpoint cannot afford.
+Files written here are byte for byte those of ``safetensors.torch.save_file``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,17 +76,16 @@ class Entry(NamedTuple):
 
 
 class SafetensorsWriter(Closing):
-    """Writes one file; a context manager. Tensors must come in the order of :attr:`order`.
+    """Writes one file, which no call forces to the disk; a context manager. Tensors come in the order of :attr:`order`.
 
     Args:
-        path: the file to make.
         tensors: name -> (dtype, shape) of everything that the file will hold.
-        metadata: strings for the header.
+        metadata: The strings of the header.
 
     Attributes:
-        order: the names in the order in which they lie in the file.
-        checksums: name -> checksum of what was written.
-        header: checksum of everything before the first tensor.
+        order: The names in the order of the file.
+        checksums: name -> the checksum of the tensor.
+        header: The checksum of everything before the first tensor.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
@@ -132,10 +130,7 @@ class SafetensorsWriter(Closing):
         self.checksums[name] = checksum(data)
 
     def copy(self, name: str, lazy: LazyTensor) -> None:
-        """Write the next tensor from where it lies, without a checksum; it is converted to the dtype that is due.
-
-        Raises ``ValueError`` out of order.
-        """
+        """Copy the next tensor, without a checksum, in the due dtype. Raises ``ValueError`` out of order."""
         dtype, _ = self._tensors.get(name, (lazy.dtype, ()))
         self._is_next(name, dtype, lazy.shape)
         for box in lazy.slabs(_CHUNK):
@@ -149,10 +144,8 @@ class SafetensorsWriter(Closing):
 
     def __exit__(self, *exc: object) -> None:
         try:
-            if exc[0] is None:
-                if left := len([*self._next]):
-                    raise ValueError(f"{self.path.name} lacks {left} tensors")
-                os.fsync(self._file.fileno())
+            if exc[0] is None and (left := len([*self._next])):
+                raise ValueError(f"{self.path.name} lacks {left} tensors")
         finally:
             self._file.close()
 
@@ -160,16 +153,13 @@ class SafetensorsWriter(Closing):
 class SafetensorsReader(Closing):
     """Reads one file with plain reads; a context manager.
 
-    Args:
-        path: the file.
-
     Attributes:
-        metadata: the strings of the header.
+        metadata: The strings of the header.
         entries: name -> :class:`Entry`, in the order of the header.
-        header: checksum of everything before the first tensor.
+        header: The checksum of everything before the first tensor.
 
     Raises:
-        CheckpointError: with the file's name, if the header is malformed or does not describe the file.
+        CheckpointError: The header is malformed or does not describe the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,11 +173,7 @@ class SafetensorsReader(Closing):
             raise CheckpointError(f"{path} is no whole safetensors file: {said}") from error
 
     def _read_header(self) -> tuple[dict[str, str], dict[str, Entry]]:
-        try:
-            size = os.stat(self.path).st_size
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if size < 8:
+        if (size := self._file.size()) < 8:
             raise ValueError(f"it has {size} bytes, its header alone should have more than 8")
         start = bytearray(8)
         self._file.read_into(memoryview(start), 0)

@@ -39,8 +39,8 @@ def test_the_users_files_stay_and_those_of_the_old_checkpoint_go(tmp_path, swap)
     make(target)
     (target / "tokenizer.json").write_text("mine")
     (target / "model-tp7-pp0.safetensors").write_text("stale")
-    stale = ("optimizer-tp0-pp0.safetensors", "optimizer-tp1-pp0-dp3.safetensors", "extra-tp0-pp0.safetensors")
-    for name in (*stale, "pytorch_model-00001-of-00002.bin"):
+    stale = ("optimizer-tp0-pp0", "optimizer-tp1-pp0-dp3", "extra-tp0-pp0", "base-tp1-pp0")
+    for name in (*(f"{name}.safetensors" for name in stale), "pytorch_model-00001-of-00002.bin"):
         (target / name).write_text("stale")
     (target / "runs").mkdir()
     (target / "runs" / "log").write_text("deep")

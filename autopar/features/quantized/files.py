@@ -2,21 +2,24 @@
 
 Each rank reads its shard of the numbers and scales of quantized weights. transformers assembles the tensors of a weight
 in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes the place of this operation
-and notes the tensors, after all renames.
+and notes the tensors, after all renames. Weights in MXFP4 that become plain ones are read in shards, too (:class:`Mxfp4`):
+transformers writes them into a full tensor, which lazy loading cannot follow.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.mxfp4 import Mxfp4Dequantize, dequantize_convertops
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from autopar.checkpoint.shards import Shards
@@ -28,7 +31,8 @@ from autopar.errors import CheckpointError, ConfigError
 from autopar.features.quantized import torchao
 from autopar.features.quantized.stored import Packed, QuantizedWeight
 from autopar.plan.plan import Piece, TensorPlan
-from autopar.storage.lazy_tensor import LazyTensor
+from autopar.storage.hugging_face import Sketch
+from autopar.storage.lazy_tensor import Box, LazyTensor
 from autopar.storage.safetensors_io import dtype_name
 from autopar.stored import stored_weight, stored_weights
 from autopar.swap import NotCopied
@@ -75,6 +79,16 @@ class Quantizers:
             original = functools.partial(_load_packed, original, quantizer, plain)
         return original, dataclasses.replace(config, hf_quantizer=quantizer if packed else None, device_map=device_map)
 
+    @staticmethod
+    def dequantize(original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return transformers' ``_load_pretrained_model`` for plain weights that are made of quantized ones."""
+
+        def load(model: Any, tensors: Any, files: Any, config: Any, *rest: Any, **more: Any) -> Any:
+            with _replaced(config, lambda one: isinstance(one, Mxfp4Dequantize), DequantizeMxfp4):
+                return original(model, tensors, files, config, *rest, **more)
+
+        return load
+
 
 def _with_argument(method: str) -> str:
     """Return the configuration class of a method whose weights transformers can dequantize, by name; else ``""``."""
@@ -87,18 +101,25 @@ def _load_packed(
 ) -> Any:
     """Load a model, and collect the tensors of quantized weights instead of reading them."""
     found: dict[str, dict[str, LazyTensor]] = {}
-    conversions = [one for one in config.weight_mapping or () if any(map(_quantizes, getattr(one, "operations", [])))]
-    before = [one.operations for one in conversions]
-    try:
-        for conversion in conversions:
-            conversion.operations = [Collector(one, found) if _quantizes(one) else one for one in conversion.operations]
+    with _replaced(config, _quantizes, functools.partial(Collector, found=found)):
         info, index = load(model, tensors, files, config, *rest, **more)
-    finally:
-        for conversion, operations in zip(conversions, before, strict=True):
-            conversion.operations = operations
     if not info.conversion_errors and (config.ignore_mismatched_sizes or not info.mismatched_keys):  # else an error
         _point_to_packed(model, quantizer, plain, found, str(config.pretrained_model_name_or_path))
     return info, index
+
+
+@contextlib.contextmanager
+def _replaced(config: Any, chosen: Callable[[Any], bool], stand_in: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace the chosen operations of transformers' conversions inside of ``with``."""
+    conversions = [one for one in config.weight_mapping or () if any(map(chosen, getattr(one, "operations", [])))]
+    before = [one.operations for one in conversions]
+    try:
+        for conversion in conversions:
+            conversion.operations = [stand_in(one) if chosen(one) else one for one in conversion.operations]
+        yield
+    finally:
+        for conversion, operations in zip(conversions, before, strict=True):
+            conversion.operations = operations
 
 
 def _quantizes(operation: Any) -> bool:
@@ -119,6 +140,42 @@ class Collector(NotCopied):
             return parts if "weight" in parts else {full_layer_name: next(iter(parts.values()))}
         self.found[full_layer_name] = {name: sketch.lazy for name, sketch in parts.items()}
         return {full_layer_name: parts.get("weight", next(iter(parts.values())))}
+
+
+class DequantizeMxfp4(NotCopied):
+    """Stands for the operation of transformers that makes plain weights of experts in MXFP4."""
+
+    def __init__(self, operation: Any) -> None:
+        self.hf_quantizer = operation.hf_quantizer  # as Collector's
+
+    def convert(self, tensors: dict[str, Any], model: Any, full_layer_name: str, **_: Any) -> dict[str, Any]:
+        """Return the plain weight, to be read in ranges."""
+        parts = {name.rpartition("_")[2]: one[0] if isinstance(one, list) else one for name, one in tensors.items()}
+        made = Mxfp4(parts["blocks"].lazy, parts["scales"].lazy, model.get_parameter(full_layer_name).dtype)
+        return {full_layer_name: Sketch(made)}
+
+
+class Mxfp4(LazyTensor):
+    """Plain experts, ``[experts, inputs, outputs]``, of those in MXFP4: a scale for each block of inputs of an output.
+
+    Args:
+        blocks: Two numbers a byte, ``[experts, outputs, blocks, bytes]``.
+        scales: Exponents, ``[experts, outputs, blocks]``.
+    """
+
+    def __init__(self, blocks: LazyTensor, scales: LazyTensor, dtype: torch.dtype) -> None:
+        experts, outputs, count, size = blocks.shape
+        super().__init__((experts, count * size * 2, outputs), dtype, [blocks, scales])
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        (blocks, scales), (experts, (low, high), outputs) = self.bases, box
+        each = 2 * blocks.shape[-1]
+        start, stop = low // each, -(-high // each)
+        for place, expert in enumerate(range(*experts)):  # one at a time: numbers take four times their memory
+            mine = ((expert, expert + 1), outputs, (start, stop))
+            packed = blocks.read((*mine, (0, blocks.shape[-1])))
+            plain = dequantize_convertops(packed, scales.read(mine), self.dtype)[0]
+            out[place].copy_(plain[low - start * each : high - start * each])
 
 
 def _point_to_packed(

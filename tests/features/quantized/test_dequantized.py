@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from autopar.features.quantized.quantizers import Mxfp4
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
+from transformers.integrations.mxfp4 import dequantize_convertops
 
 import autopar
 from autopar.errors import ConfigError
+from autopar.storage.lazy_tensor import InMemory
 from tests.features.quantized.folders import say, write_fp8, write_mxfp4
 from tests.features.quantized.models import FAMILIES, batches, write
 from tests.features.quantized.test_loading import MESHES
@@ -68,6 +71,16 @@ def test_fine_grained_fp8(family: str, tmp_path: Path) -> None:
 @pooled(world_size=2)
 def test_mxfp4(tmp_path: Path) -> None:
     check_plain(write_mxfp4(tmp_path), tmp_path, Mxfp4Config(dequantize=True))
+
+
+@pytest.mark.parametrize("box", [((0, 3), (0, 64), (0, 5)), ((1, 3), (10, 40), (2, 4)), ((2, 2), (0, 64), (0, 5))])
+def test_of_mxfp4_the_blocks_of_a_shard_are_read(box: Any) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 5, 2, 16), dtype=torch.uint8, generator=drawn)
+    scales = torch.randint(120, 130, (3, 5, 2), dtype=torch.uint8, generator=drawn)
+    due = dequantize_convertops(blocks, scales, torch.bfloat16)
+    lazy = Mxfp4(InMemory(blocks), InMemory(scales), torch.bfloat16)
+    assert lazy.shape == due.shape and torch.equal(lazy.read(box), due[tuple(slice(*each) for each in box)])
 
 
 @pooled(world_size=2)
