@@ -2,7 +2,7 @@
 
 Each rank reads its shard of the numbers and scales of quantized weights. transformers assembles the tensors of a weight
 in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes the place of this operation
-and notes the tensors, after all renames. Weights in MXFP4 that become plain ones are read in shards, too (:class:`Mxfp4`):
+and notes the tensors, after all renames. MXFP4 weights that become plain ones are read in shards, too (:class:`Mxfp4`):
 transformers writes them into a full tensor, which lazy loading cannot follow.
 """
 
