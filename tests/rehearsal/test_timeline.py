@@ -113,3 +113,11 @@ def test_a_step_hides_what_the_planner_hides(stage: int, stages: int, hides: boo
     assert timeline.time == 8
     hidden = 3 - network.exposed(3, 4) if hides else 0.0
     assert _hidden(ParallelConfig.parse(sizes), timeline) == pytest.approx(hidden)
+
+
+def test_the_average_of_gradients_hides_behind_the_last_backward() -> None:
+    names = [f"stage {stage}: backward of micro-batch {number}" for number in (0, 1) for stage in (2, 0)]
+    slots = [Slot(2 * at, 2 * at + 2, "compute", name) for at, name in enumerate(names)]
+    slots += [Slot(8, 9, "dp", "all_reduce of 5"), Slot(9, 12, "dp", "broadcast of 5")]
+    hidden = _hidden(ParallelConfig.parse({}), Timeline({0: slots}))
+    assert hidden == pytest.approx(1 - network.exposed(1, 4))

@@ -23,6 +23,7 @@ T = TypeVar("T")
 _RESERVE = 1_500_000_000  # bytes of a CUDA context, its kernels and NCCL's buffers
 _BUCKET = 32 * 1024 * 1024  # in which gradients are averaged
 _STREAM = DATA["assumed"]["stream"]
+_BACKWARD = 2 / 3  # of the work of a micro-batch
 _STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments and weight, read and written
 
 
@@ -231,20 +232,24 @@ class Estimator:
     def _after(self, candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
         """Return the hidden seconds of the exchange between replicas, and the seconds that follow the backward.
 
-        This is the one place that says which exchange of replicas overlaps with work: FSDP2's does. The average of
-        gradients and the optimizer overlap with nothing.
+        This is the one place that says which exchange of replicas overlaps with work: FSDP2's, and the average of
+        gradients with the last backward. The optimizer and the weights of ZeRO 1 overlap with nothing.
         """
         stepped = max(state.stepped for state in self._states(candidate))
         optimizer = stepped * _STEP_BYTES / (self.gpu.bandwidth * _STREAM)
-        total = sum(
-            each.calls * self.node.network.seconds(each.kind, each.size // each.calls, each.group)
+        spent = [
+            (each.kind, each.calls * self.node.network.seconds(each.kind, each.size // each.calls, each.group))
             for each in self._exchanges(candidate)
             if each.calls
-        )
-        shown = total
-        if candidate.fully_sharded and (candidate.pp == 1 or candidate.zero == 3):
-            # Else weights are gathered before all work, and gradients reduced after it.
-            shown = exposed(total, max(self._busy(candidate, alone=True)) * candidate.microbatches)
+        ]
+        total, work, shown = sum(seconds for _, seconds in spent), max(self._busy(candidate, alone=True)), 0.0
+        if not candidate.fully_sharded:
+            averaged = sum(seconds for kind, seconds in spent if kind == "all_reduce")
+            shown = total - averaged + exposed(averaged, work * _BACKWARD)
+        elif candidate.pp > 1 and candidate.zero == 2:  # weights come before all work, gradients after it
+            shown = total
+        else:
+            shown = exposed(total, work * candidate.microbatches)
         return {"dp": total - shown}, {"dp": shown, "optimizer": optimizer}
 
     def _exchanges(self, candidate: Candidate) -> list[Exchange]:

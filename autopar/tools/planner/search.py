@@ -289,8 +289,8 @@ def assumptions(estimator: Estimator) -> list[str]:
         f"network: NCCL's own model with {network.intra / 1e9:g} GB/s of {'NVLink' if network.nvlink else 'PCIe'} "
         f"within a node and {network.inter / 1e9:g} GB/s a GPU between nodes, one way{extra}; each doubling of the "
         f"nodes costs {held['fabric_loss']:.0%}",
-        f"overlap: {held['overlap']:.0%} of what FSDP2 sends is hidden behind work, through stages in ZeRO-3 only; tp, "
-        "cp, ep, averaging and the optimizer overlap with nothing",
+        f"overlap: {held['overlap']:.0%} of what FSDP2 sends is hidden behind work, through stages in ZeRO-3 only, and "
+        "of the average of gradients behind the last backward; tp, cp, ep and the optimizer overlap with nothing",
         "backward: products twice, attention 2.5 times, the rest 1.5 times as long as forward",
         f"memory: {model.optimizer} given to initialize, steps through execute_pipeline; "
         "work is the largest of any block; no fragmentation",

@@ -162,13 +162,22 @@ def rehearse(
 
 
 def _hidden(config: ParallelConfig, timeline: Timeline | None) -> float:
-    """Return the seconds that overlap with the work of the rank that ends last: the exchange of replicas by FSDP2."""
-    if timeline is None or not config.fully_sharded or (config.pipeline_parallel_size > 1 and config.zero_stage < 3):
+    """Return the seconds of the exchange of replicas that overlap with work, on the rank that ends last.
+
+    FSDP2's overlaps with all work, the average of gradients with the backward of the last micro-batch.
+    """
+    if timeline is None or (config.pipeline_parallel_size > 1 and config.zero_stage == 2):
         return 0.0
     rank = min(timeline.slots, key=lambda rank: timeline.spent(rank)["wait"])
-    spent = timeline.spent(rank)
-    between_replicas = sum(seconds for lane, seconds in spent.items() if "dp" in lane)
-    return between_replicas - exposed(between_replicas, spent.get("compute", 0.0))
+    between = [slot for slot in timeline.slots[rank] if "dp" in slot.lane]
+    work = [slot for slot in timeline.slots[rank] if slot.lane == "compute"]
+    if not config.fully_sharded:
+        between = [slot for slot in between if slot.name.startswith("all_reduce")]
+        work = [slot for slot in work if "backward" in slot.name]
+        last = work[-1].name.rpartition("micro-batch ")[2] if work else ""
+        work = [slot for slot in work if slot.name.rpartition("micro-batch ")[2] == last]
+    total, beside = (sum(slot.end - slot.start for slot in slots) for slots in (between, work))
+    return total - exposed(total, beside)
 
 
 def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehearsed], list[str]]:
