@@ -122,7 +122,7 @@ def _counted(found: Rehearsal) -> Iterator[str]:
         shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
         yield f"{digits(time)} s a step, of which ranks wait {shares}, if nothing overlaps"
         if found.hidden:
-            yield f"{digits(time - found.hidden)} s with the {digits(found.hidden)} s that replicas exchange beside work"
+            yield f"{digits(time - found.hidden)} s with the {digits(found.hidden)} s of replicas beside work"
 
 
 def _to_json(found: Rehearsal) -> dict[str, Any]:
