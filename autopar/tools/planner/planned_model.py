@@ -203,5 +203,6 @@ def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -
 def without_cache(model: nn.Module) -> None:
     """Let a model make no cache of keys and values."""
     for module in model.modules():
-        if hasattr(module, "config"):
-            module.config.use_cache = False
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config.use_cache = False

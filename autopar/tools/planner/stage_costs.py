@@ -176,15 +176,11 @@ class Unit:
 
     def renumbered(self, numbers: Mapping[int, int]) -> Unit:
         """Return the same unit with new numbers of storages."""
-        held = {name: getattr(self, name) for name in ("saved", "late", "arguments", "remembered", "outputs")}
-        return replace(
-            self,
-            **{
-                name: {numbers.get(number, number): size for number, size in sizes.items()}
-                for name, sizes in held.items()
-                if sizes is not None
-            },
-        )
+        found: dict[str, Any] = {}
+        for name in ("saved", "late", "arguments", "remembered", "outputs"):
+            if (sizes := getattr(self, name)) is not None:
+                found[name] = {numbers.get(number, number): size for number, size in sizes.items()}
+        return replace(self, **found)
 
 
 @dataclass
