@@ -43,12 +43,12 @@ class ActivationTracking(ValuelessTracking):
     """A dispatch mode that gives each tensor its kind.
 
     Args:
-        mixed: called when a replicated activation that carries a gradient meets a sharded one.
+        mixed: Function that is called where a replicated activation that carries a gradient meets a sharded one.
 
     Attributes:
-        operands: arguments of the operation that is tracked.
-        partial: replicated parameters whose gradients are partial and not summed.
-        summed_inside, summed_outside: parameters whose gradients are summed, by what they were computed with.
+        operands: Arguments of the operation that is tracked.
+        partial: Replicated parameters whose gradients are partial and not summed.
+        summed_inside, summed_outside: Parameters with summed gradients, by the activations that they met.
     """
 
     def __init__(self, mixed: Callable[[], None] = lambda: None) -> None:
@@ -73,7 +73,7 @@ class ActivationTracking(ValuelessTracking):
                 self._kinds[parameter] = _SHARDED
 
     def mark(self, value: Any, kind: Kind) -> Any:
-        """Give every tensor in ``value`` a kind; returns ``value``."""
+        """Give every tensor in ``value`` a kind; return ``value``."""
         for tensor in tensors_in(value):
             self._kinds[tensor] = kind
         return value
@@ -83,11 +83,11 @@ class ActivationTracking(ValuelessTracking):
         self.mark(values, _INPUT)
 
     def mark_sharded(self, value: Any) -> Any:
-        """Mark every tensor in ``value`` as sharded; returns ``value``."""
+        """Mark every tensor in ``value`` as sharded; return ``value``."""
         return self.mark(value, _SHARDED)
 
     def mark_replicated(self, value: Any) -> Any:
-        """Mark every tensor in ``value`` as replicated; returns ``value``."""
+        """Mark every tensor in ``value`` as replicated; return ``value``."""
         return self.mark(value, _REPLICATED)
 
     def mark_summed(self, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -126,9 +126,9 @@ class ActivationTracking(ValuelessTracking):
         """Note that the module at ``path`` has returned ``value``.
 
         Args:
-            args: the arguments of the module.
-            layer: whether it has parameters or a rule; another module only makes what no layer in it has made.
-            norm: whether its parameters are vectors; a layer next to it whose output it reads counts, too.
+            args: The arguments of the module.
+            layer: True for a module with parameters or a rule; other modules only make what no layer in them has made.
+            norm: True if all parameters are vectors: then a layer next to it whose output it reads counts, too.
         """
         self._calls += 1
         before = self._last_maker(args, "replicated") if norm else None
@@ -139,10 +139,7 @@ class ActivationTracking(ValuelessTracking):
                 self._makers[tensor] = (self._calls, (*next_to_it, path))
 
     def makers_of(self, value: Any, kind: str = "replicated") -> tuple[str, ...]:
-        """Return the path of the module that made the last tensor of this kind in ``value``, then of a norm after it.
-
-        Empty if no module with parameters did.
-        """
+        """Return the path of the layer that made the last tensor of this kind in ``value``, then of a norm after it."""
         maker = self._last_maker(value, kind)
         return () if maker is None else maker[1]
 

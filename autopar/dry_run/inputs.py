@@ -21,14 +21,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, length: int = _SEQ) -> dict[str, Any]:
-    """Make inputs on the meta device: sequences of tokens, images or pieces of sound.
-
-    Args:
-        batch: how many.
-        length: of a sequence of tokens.
+    """Make inputs on the meta device: sequences of ``length`` tokens, images or pieces of sound.
 
     Raises:
-        ValueError: the model's main input is of another kind.
+        ValueError: The model's main input is of another kind.
     """
     taken = inspect.signature(model.forward).parameters
     main, config = model.main_input_name, model.config
@@ -113,8 +109,7 @@ def _empty(*shape: int) -> torch.Tensor:
 def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     """Copy a model to the meta device, in evaluation mode, without memory for its weights.
 
-    Args:
-        gradients: whether its floating parameters require them.
+    Floating parameters require ``gradients`` if they are asked for.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():

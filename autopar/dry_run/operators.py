@@ -1,7 +1,7 @@
-"""Operators of a run without data: what some do to the elements of their arguments, and the results of all.
+"""Operators of a run without data: sets of them by their effect on elements, and results of all.
 
-Most meta kernels are Python and take up to a millisecond, and the layers of a model ask for the same ones again
-and again: results on meta tensors are computed once per operator and shapes.
+Most meta kernels are Python and take up to a millisecond, and layers repeat the same ones: results on meta tensors are
+computed once per operator and shapes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALONG = frozenset({
 
 
 def name_of(func: Any) -> str:
-    """Return the name of an operator, without that of its overload."""
+    """Return the name of an operator, without its overload's."""
     return str(schema_of(func).name).split("::")[-1]
 
 
@@ -45,7 +45,7 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    """Return what a tensor on the meta device is made of."""
+    """Return the form of a tensor on the meta device."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -57,11 +57,11 @@ def tensor_of(form: Form) -> torch.Tensor:
 
 _Made = tuple[type | None, list[Form]]  # a tensor, or tensors in a tuple or list
 
-_results: dict[Any, dict[Any, _Made] | None] = {}  # of each operator: what it makes; None: it writes, or makes views
+_results: dict[Any, dict[Any, _Made] | None] = {}  # results of each operator; None: it writes, or makes views
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func``; what makes meta tensors, once for each form of the arguments: then make tensors of its form."""
+    """Run ``func``, for meta tensors once for each form of the arguments; later make tensors of the results' forms."""
     if func not in _results:
         schema = schema_of(func)
         shares = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
@@ -85,7 +85,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The key of the result's form; None if it could depend on something else."""
+    """Return the key of the result's form; None if it could depend on something else."""
     try:
         return torch.get_default_dtype(), *map(_form, args), *map(_form, kwargs.items())
     except TypeError:
@@ -93,7 +93,7 @@ def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """The form of an argument. Raises ``TypeError`` where a result could depend on more."""
+    """Return the form of an argument. Raise TypeError if a result could depend on more."""
     if isinstance(value, torch.Tensor):
         if not value.is_meta:
             raise TypeError
@@ -106,7 +106,7 @@ def _form(value: Any) -> Any:
 
 
 class ValuelessTracking(TensorTracking):
-    """Follow tensors without values: what asks for values is told something that leads on."""
+    """Follow tensors without values; where code reads values it gets some with which it continues."""
 
     def __enter__(self) -> Self:
         self._autocast = autocast_on_meta()

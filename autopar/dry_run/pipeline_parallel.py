@@ -1,14 +1,12 @@
 """Find the reads of a model's blocks, and try a plan's stages: both on the meta device, before the model is split.
 
-Stages hold what they read, so it must be known which blocks read tensors that lie outside of them (relative positions
-that one embedding makes for all layers, an image encoder that every layer looks at), and that a block reads nothing of
-earlier blocks but the output of the one before it. The policy names modules, but not who reads them; the model's own
-forward tells, with the graph detached after every block. Costs some 50 ms and no memory; a model that does not run
-there is run once with its weights, on five tokens.
+Stages hold the tensors that they read: relative positions that one embedding makes for all layers, an image encoder
+that every layer reads. From earlier blocks a block may read only the output of the one before it. The policy does not
+say who reads a module; the model's forward does, with the graph detached after every block. Costs some 50 ms and no
+memory; a model that does not run there is run once with its weights, on five tokens.
 
 The graph has only the paths of gradients. So all stages also run one after the other in this process, and every
-operation is followed: what goes through whole numbers, comparisons and masks, and what a model collects beside its
-blocks.
+operation is followed: integers, comparisons and masks, and values that a model collects outside of its blocks.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from autopar.policy.schema import Policy
 
 
 def find_reads(model: nn.Module, policy: Policy | Described) -> Reads | None:
-    """Trace what the blocks of a model read, or where its head looks at values, those of its base model.
+    """Trace the reads of a model's blocks, or if its head needs values, of its base model's.
 
     None for a plain module, and for a model that does not run on made-up inputs.
     """
@@ -69,12 +67,12 @@ def find_reads(model: nn.Module, policy: Policy | Described) -> Reads | None:
 def trace_reads(
     model: PreTrainedModel, prefix: str, elements: tuple[str, ...], encoder: int | None, inputs: Mapping[str, Any]
 ) -> Reads | None:
-    """Run ``model`` once, on the meta device, or where that fails with its weights; None if it does not run at all.
+    """Run ``model`` once, on the meta device, or if that fails with its weights; None if it does not run at all.
 
     Args:
-        model: whole, only read. Its path in the names of elements is ``prefix``.
-        elements: module paths in forward order, ``encoder`` the place of the encoder among them.
-        inputs: small inputs on the meta device.
+        model: The full model, which is only read; its path in the names of elements is ``prefix``.
+        elements: Module paths in forward order; ``encoder`` is the place of the encoder among them.
+        inputs: Small inputs on the meta device.
     """
     start = f"{prefix}." if prefix else ""
     no_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
@@ -87,7 +85,7 @@ def trace_reads(
             given = {**variant, **no_cache}
             try:
                 reads = _trace(copied, start, elements, encoder, given)
-            except Exception:  # it does not run so, which says nothing about the model
+            except Exception:  # these inputs may not fit, which says nothing about the model
                 continue
             reads.within = start
             reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=given)
@@ -96,18 +94,14 @@ def trace_reads(
 
 
 def _trace(
-    model: PreTrainedModel,
-    start: str,
-    elements: tuple[str, ...],
-    encoder: int | None,
-    inputs: dict[str, Any],
+    model: PreTrainedModel, start: str, elements: tuple[str, ...], encoder: int | None, inputs: dict[str, Any]
 ) -> Reads:
     reading = _Reading({id(p): start + name for name, p in model.named_parameters()}, encoder)
     modules = dict(model.named_modules(remove_duplicate=False))
     hooks = []
     try:
         for place, path in enumerate(elements):
-            hooks.append(modules[path.removeprefix(start)].register_forward_hook(reading.behind(place)))
+            hooks.append(modules[path.removeprefix(start)].register_forward_hook(reading.after(place)))
         with evaluating(model), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reading.note(len(elements), model(**inputs))
@@ -140,7 +134,7 @@ class _Reading:
         self.outputs: dict[int, int] = {}  # id of a detached output -> place
         self.alive: list[torch.Tensor] = []
 
-    def behind(self, place: int) -> Any:
+    def after(self, place: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             self.reads.order.append(place)
             self.reads.own_backward |= not torch.is_grad_enabled()
@@ -155,8 +149,7 @@ class _Reading:
         leaf = tensor.detach().requires_grad_()
         self.outputs[id(leaf)] = place
         self.alive.append(leaf)
-        # A view that is no leaf: models may work in place on it.
-        return leaf.clone()
+        return leaf.clone()  # models may write into it, which a leaf does not allow
 
     def note(self, place: int, output: Any) -> None:
         tensors: list[torch.Tensor] = []
@@ -224,9 +217,9 @@ def rehearse_stages(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode; modes, attributes and random generators are as before afterwards.
+    """Put the model into evaluation mode; then restore modes, random generators and attributes.
 
-    Some forwards write attributes: the capacity of experts for so many tokens, for one.
+    Some forwards write attributes, such as the capacity of experts.
     """
     training = [module for module in model.modules() if module.training]
     before = [(module, dict(vars(module)), dict(own_buffers(module))) for module in model.modules()]

@@ -1,8 +1,8 @@
 """Plan a model for a mesh, and try the plan: policy -> plan -> dry run -> stages -> rows.
 
-Every step is computed once and kept, and none needs process groups. ``initialize`` takes all of a mesh
-(:func:`plan_model`); the planner and ``autopar policy check`` take them one by one, to go on where one fails. The code
-that plans an axis is loaded when a mesh has it.
+Every step is computed once and kept, and none needs process groups. ``initialize`` runs all steps (:func:`plan_model`);
+the planner and ``autopar policy check`` run them one by one, to continue where one fails. The code that plans an axis
+is loaded when a mesh has it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Plans(NamedTuple):
     """The plans of one mesh.
 
     Attributes:
-        tensors: what a rank holds of each tensor over tp.
-        stages: which stage holds what.
-        features: plans of features that are used, by name (:class:`autopar.registry.Feature`).
-        tried: whether a dry run could be made.
+        tensors: The layout of each tensor over tp.
+        stages: The tensors of each stage.
+        features: Plans of the features in use, by name (:class:`autopar.registry.Feature`).
+        tried: True if a dry run could be made.
     """
 
     tensors: Plan
@@ -46,18 +46,16 @@ class Plans(NamedTuple):
     tried: bool
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
-        """Return what must be the same on every rank."""
+        """Return the values that must be identical on all ranks."""
         features = {name: plan.to_json() for name, plan in self.features.items()}
         return self.tensors.fingerprint(model) | {"stages": self.stages.to_json(), "features": features}
 
 
 class ModelPlans:
-    """The plans of one model for any mesh, each made when it is asked for, and then kept.
+    """The plans of one model for any mesh, each made at its first use, and then kept.
 
-    Args:
-        inner: the Hugging Face model in ``model``, at ``prefix``; a plain module itself.
-
-    Each method raises ConfigError, UnsupportedModelError or PolicyError, the same each time: what does not fit.
+    ``inner`` is the Hugging Face model in ``model``, at ``prefix``; or a plain module itself. Each method raises
+    ConfigError, UnsupportedModelError or PolicyError if the mesh does not fit, the same in each call.
     """
 
     def __init__(self, model: nn.Module, inner: Any, prefix: str, policy: Policy) -> None:
@@ -73,7 +71,7 @@ class ModelPlans:
         return cls(model, inner, prefix, find_policy(inner, given))
 
     def tensors(self, tp: int, *, experts: int = 1) -> Plan:
-        """Plan a tensor-parallel size; ``experts``: ranks that hold whole experts."""
+        """Plan a tensor-parallel size; ``experts``: ranks over which experts are distributed."""
         return self.once(("tensors", tp, experts), lambda: make_plan(self.model, self._described, tp, experts=experts))
 
     def tried(self, tp: int, *, experts: int = 1) -> bool:
@@ -90,13 +88,13 @@ class ModelPlans:
         folded: bool = False,
         dry_run: bool = True,
     ) -> StagePlan:
-        """Split the blocks into stages, by what each block reads.
+        """Split the blocks into stages, by the tensors that each block reads.
 
         Args:
-            pp: ranks; ``chunks``: stages on each.
-            layers: blocks of each stage; none: balanced by parameters.
-            folded: the last stage is on the first rank, too.
-            dry_run: run each stage without data; some models' hold more than is read off one forward.
+            pp: Number of ranks, with ``chunks`` stages each.
+            layers: Number of blocks of each stage. Default: balanced by parameters.
+            folded: True if the last stage is on the first rank, too.
+            dry_run: False to skip running each stage without data; some stages hold more than one forward shows.
         """
 
         def make() -> StagePlan:
@@ -110,7 +108,7 @@ class ModelPlans:
         return self.once(("stages", pp, chunks, tuple(layers), folded, dry_run), make)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """Return what ``make`` returned when it was first called with ``key``, or raise what it raised."""
+        """Return the result of the first call of ``make`` with this ``key``, or raise its error."""
         if key not in self._kept:
             try:
                 self._kept[key] = make()
@@ -128,7 +126,7 @@ _prepared: dict[int, ModelPlans] = {}
 
 @contextlib.contextmanager
 def prepared(plans: ModelPlans) -> Iterator[None]:
-    """Let an ``initialize`` of this model object inside of ``with`` take these plans, and what is computed already."""
+    """Let an ``initialize`` of this model object inside of ``with`` take these plans with their results."""
     _prepared[id(plans.model)] = plans
     try:
         yield
@@ -163,13 +161,13 @@ def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan]
     """Make all plans of a configuration, and try them.
 
     1. ``tensors``: rules of the policy meet modules, and become layouts.
-    2. ``check``: of the caller, on the plan, before anything is run.
-    3. ``tried``: shards run on the meta device; what leaves a region must be whole again.
-    4. ``stages``: blocks run on the meta device; what they read says where they can be separated.
+    2. ``check``: the caller's check of the plan, before anything is run.
+    3. ``tried``: shards run on the meta device; tensors that leave a region must be full again.
+    4. ``stages``: blocks run on the meta device; their reads say where they can be separated.
     5. ``features``: planners of features, in the order of names.
 
     Raises:
-        ConfigError, UnsupportedModelError, PolicyError: the first of these that does not fit.
+        ConfigError, UnsupportedModelError, PolicyError: The first step that does not fit.
     """
     tp, experts, pipeline = config.tensor_parallel_size, config.expert_parallel_size, config.pipeline
     tensors = plans.tensors(tp, experts=experts)
@@ -184,9 +182,9 @@ def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan]
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep Python from looking for cycles inside: each full pass visits whatever torch and transformers hold.
+    """Keep Python from looking for cycles inside: each full pass visits all objects of torch and transformers.
 
-    A plan of 126 blocks and its dry run take a tenth to a quarter less time so, and some MiB more.
+    A plan of 126 blocks and its dry run take a tenth to a quarter less time, and some MiB more.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,13 +1,12 @@
-"""Row tracking: whether what runs between two points of a forward works on each row of the sequence by itself.
+"""Row tracking: whether a part of a forward works on each row of the sequence by itself.
 
 Also the search for the modules of a model that do not (:class:`RowSearch`).
 
 Sequence and context parallelism leave rows of the sequence on different ranks. That is right for a block whose
-operations treat rows alike and apart (norms, products, dropout), and wrong, with fitting shapes, for one that mixes
+operations treat each row separately (norms, products, dropout), and wrong, with fitting shapes, for one that mixes
 them (a convolution, a softmax over the rows, positions counted from the number of rows). So the block runs on the meta
-device with a number of rows that is a prime which no other size has: a tensor holds rows in the one dim that the prime
-divides. An operation on rows must keep exactly one such dim and must not work along it; of what is not known, that is
-not assumed.
+device with a prime number of rows that divides no other size: a tensor holds rows in the one dim that the prime
+divides. An operation on rows must keep exactly one such dim and must not work along it. Unknown operations mix rows.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ _PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 23, 1
 
 
 class MixedRows(Exception):
-    """An operation on rows that mixes them, or of which that is not known.
-
-    Attributes:
-        between: it is what runs between blocks.
-    """
+    """An operation that mixes rows, or is not known; ``between``: it runs between blocks."""
 
     def __init__(self, operation: str, between: bool = False) -> None:
         super().__init__(operation)
@@ -48,9 +43,7 @@ class MixedRows(Exception):
 def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> int:
     """Return a number of rows for each of ``ranks`` that divides no size of a parameter; 0 if there is none.
 
-    Args:
-        longest: The longest sequence that the model takes. A longer one is a last resort: without data many models take
-            that, too.
+    Sequences longer than ``longest`` are a last resort: without data many models take them, too.
     """
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape if size > 1}
     sizes |= {ranks, ranks + 1}
@@ -76,7 +69,7 @@ class Misfit(Exception):
 
 
 class RowSearch(ABC):
-    """The search for the modules of a model that need all rows of the sequence: the others run over a part of them.
+    """The search for the modules of a model that need all rows of the sequence; the rest runs over a part of them.
 
     The model runs without data. The innermost module around each failure then gets all rows, until nothing fails.
 
@@ -95,8 +88,8 @@ class RowSearch(ABC):
         batch: The number of sequences. ``ranks`` does not divide it.
         wholes: Paths of modules that run with all rows.
         entries: Paths of modules whose code runs with all rows, unless they are among ``wholes``.
-        whole_blocks: Whether a block may be one of ``wholes``.
-        outside: Whether rows are sharded outside of blocks, too.
+        whole_blocks: True if a block may be one of ``wholes``.
+        outside: True if rows are sharded outside of blocks, too.
 
     Raises:
         ConfigError: The model does not fit.
@@ -137,7 +130,7 @@ class RowSearch(ABC):
         """Return the error of a model that does not fit."""
 
     def otherwise(self, failure: Misfit) -> bool:
-        """Change the plan after a failure that no module can be made whole for; return whether something changed."""
+        """Change the plan after a failure that :meth:`widen` cannot repair; return whether something changed."""
         return False
 
     def words(self, failure: Misfit) -> str:
@@ -201,7 +194,7 @@ class RowSearch(ABC):
 
 
 def outermost(paths: Iterable[str], others: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the paths that do not lie below another one of them, nor below or among the others."""
+    """Return the paths that do not lie below another one of them, nor below or among ``others``."""
     listed = tuple(dict.fromkeys(paths))
     above = tuple(f"{path}." for path in (*listed, *others))
     return tuple(path for path in listed if path not in others and not path.startswith(above))
@@ -211,11 +204,11 @@ class RowTracking(ValuelessTracking):
     """A dispatch mode that follows the tensors which hold rows.
 
     Args:
-        prime: of :func:`prime_beside`: rows of this rank.
-        ranks: the sequence has ``ranks * prime`` rows. The batch is not a multiple of ``ranks``.
+        prime: Rows of this rank (:func:`prime_beside`).
+        ranks: Number of ranks: the sequence has ``ranks * prime`` rows. The batch is not a multiple of it.
 
     Raises:
-        MixedRows: in the forward, at the operation.
+        MixedRows: In the forward, at the operation.
     """
 
     def __init__(self, prime: int, ranks: int) -> None:
@@ -226,14 +219,14 @@ class RowTracking(ValuelessTracking):
         self._paused = 0
 
     def mark_rows(self, value: Any) -> Any:
-        """Mark the tensors in ``value`` that have a dim of rows; returns ``value``."""
+        """Mark the tensors in ``value`` that have a dim of rows; return ``value``."""
         for tensor in tensors_in(value):
             if self._dims(tensor):
                 self._rows[tensor] = True
         return value
 
     def mark_table(self, tensor: torch.Tensor) -> None:
-        """Mark a table of all rows by all rows, which nothing that follows rows may use."""
+        """Mark a table of all rows by all rows, which tracked code must not use."""
         self._tables[tensor] = True
 
     def holds_rows(self, value: Any) -> bool:
@@ -241,7 +234,7 @@ class RowTracking(ValuelessTracking):
         return any(tensor in self._rows for tensor in tensors_in(value))
 
     def whole(self, value: Any) -> Any:
-        """Return other tensors of the same shapes, which hold no rows."""
+        """Return new tensors of the same shapes, which hold no rows."""
         with self.paused():
             return tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, value)
 
@@ -249,7 +242,7 @@ class RowTracking(ValuelessTracking):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Follow nothing inside: what runs there is known."""
+        """Track nothing inside."""
         self._paused += 1
         try:
             yield
@@ -296,7 +289,7 @@ class RowTracking(ValuelessTracking):
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation by name, with their defaults."""
+    """Return the arguments of an operation by name, with their defaults."""
     named = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()}
     named.update(zip((a.name for a in schema_of(func).arguments), args, strict=False))
     return {**named, **kwargs}
@@ -307,11 +300,11 @@ def _along(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
     return list(range(held.ndim)) if value is None else [value] if isinstance(value, int) else list(value)
 
 
-# What tells values to Python.
+# Operations that read values in Python.
 _READING = frozenset(("_local_scalar_dense", "nonzero"))
-# What counts positions.
+# Operations that count positions.
 _COUNTING = frozenset(("arange", "linspace", "tril_indices", "triu_indices", "range", "eye"))
-# What treats each row by itself whenever one dim of rows is left: the size of the result tells.
+# Operations that treat each row separately if the result has one dim of rows.
 _APART = frozenset(
     (
         *("mm", "bmm", "addmm", "addmv", "mv", "dot", "baddbmm", "linear", "matmul", "sum", "mean", "var", "std"),
@@ -327,7 +320,7 @@ _APART = frozenset(
 )
 
 
-# What works along one dim, or several, and keeps its size: those must not be the rows'.
+# Operations along dims that keep their sizes: none of the dims may be the rows'.
 _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
     **dict.fromkeys((*ALONG, "flip", "roll", "renorm", "cat", "stack", "glu", "gather", "index_select"), _along),
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"), _along),

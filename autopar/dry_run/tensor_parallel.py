@@ -1,14 +1,14 @@
 """The dry run of a plan: the forward of one rank's shard, on the meta device, before the real model is touched.
 
-A policy can be complete and still wrong: a query projection left replicated beside sharded keys, a head count that
-``forward`` reads and nobody scaled, a norm between column and row whose gradient nobody sums. None of that shows in
-names and shapes of parameters, and some of it not even in logits. So the plan is applied to a copy of the model that
-has shapes but no data, and the copy's own ``forward`` is run while every tensor is tracked: *sharded* from a
-column-parallel layer on, *replicated* from a row-parallel layer or a gather on. Outputs must be replicated and of the
-plain model's shapes. Costs some 50 ms, no memory, no communication, and gives every rank the same result.
+A policy can be complete and still wrong: a query projection left replicated next to sharded keys, a head count that
+``forward`` reads and that is not scaled, a norm between column and row whose gradient is not summed. Names and shapes
+of parameters do not show that, and sometimes even logits do not. So the plan is applied to a copy of the model that has
+shapes but no data, and its ``forward`` is run while every tensor is tracked: *sharded* from a column-parallel layer on,
+*replicated* from a row-parallel layer or a gather on. Outputs must be replicated and of the plain model's shapes. Costs
+some 50 ms, no memory, no communication, and gives every rank the same result.
 
 A model whose plain forward does not run on the meta device (attention kernels without shapes, values read in Python)
-has no dry run; then only the checks of the plan hold. A plain module's dry run comes with its first forward
+has no dry run, only the checks of the plan. A plain module's dry run comes with its first forward
 (:class:`FirstForward`), since its arguments are not known before.
 """
 
@@ -40,19 +40,16 @@ from autopar.tensor_parallel.regions import Region
 
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
-    """Run the shard of the first tp rank on the meta device, and that of the last one where it is another.
+    """Run the shard of the first tp rank on the meta device, and the last one's if it has other sizes.
 
-    False if the model does not run there.
-
-    A task model that reads values (the end of each sequence) is run without its head. Models inside the model are run
-    by themselves too: text alone does not reach an image encoder.
+    Return False if the model does not run there. A task model that reads values (the end of each sequence) is run
+    without its head. Models inside the model are run by themselves too: text alone does not reach an image encoder.
 
     Args:
-        model: the Hugging Face model, not yet sharded; only read.
-        prefix: its path in the plan's names.
+        model: The Hugging Face model, which is only read; it is at ``prefix`` in the plan's names.
 
     Raises:
-        PolicyError: the shard fails where the full model does not, or mixes replicated and sharded activations.
+        PolicyError: The shard fails where the full model does not, or mixes replicated and sharded activations.
     """
     if plan.tp == 1 or not isinstance(model, PreTrainedModel):
         return False
@@ -113,7 +110,7 @@ def _check_shard(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Run the shard of a rank. Raises PolicyError if it fails, is wrong, or has outputs of other shapes."""
+    """Run the shard of a rank. Raise PolicyError if it fails, is wrong, or has outputs of other shapes."""
     shard, region = meta_copy(model), Region(Axis("tp", None, range(plan.tp), rank))
     apply(shard, plan, region.axis, region)
     stack: list[str] = []
@@ -174,7 +171,7 @@ def _check_sums(plan: Plan, tracking: ActivationTracking) -> None:
 
 
 def _where(plan: Plan, path: str) -> str:
-    """file:line of the rule nearest to a module: its own, one inside it, one beside it."""
+    """Return ``file:line`` of the rule nearest to a module: of the module, inside it, or around it."""
     for outer in (path, *around(path)):
         for other, rule in plan.modules.items():
             if lies_in(other, outer):
@@ -194,7 +191,7 @@ def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _entries(out: Any) -> list[tuple[Any, Any]]:
-    """The outputs of a model, by name or by number."""
+    """Return the outputs of a model, by name or by number."""
     if is_dataclass(out) and not isinstance(out, Mapping | type):
         return [(field.name, getattr(out, field.name)) for field in fields(out)]
     return list(out.items()) if isinstance(out, Mapping) else list(enumerate(tree_leaves(out)))
@@ -228,11 +225,7 @@ def below(plan: Plan, prefix: str) -> Plan:
 
 
 class FirstForward(Hook):
-    """Forward pre-hook of a plain module: the dry run of its first forward, before anything is computed.
-
-    Args:
-        model: the plain module, not yet sharded; only read.
-    """
+    """Forward pre-hook of a plain module: the dry run of its first forward, before anything is computed."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
@@ -240,7 +233,7 @@ class FirstForward(Hook):
         if plan.tp > 1:
             try:
                 self.plain = meta_copy(model)
-            except Exception:  # it holds something that cannot be copied
+            except Exception:  # an attribute cannot be copied
                 warn_no_dry_run(model)
         self._handle: Any = None
 

@@ -1,15 +1,14 @@
-"""Check what user code changes about a model after ``initialize``: modules in it, and wrappers around it.
+"""Check changes of a model by user code after ``initialize``: modules in it, and wrappers around it.
 
-A module that comes later (an adapter, a new head, a parametrization) computes with this rank's shard as if it were the
-full weight, and nothing in its numbers shows it. So each forward begins with a comparison of the tree: objects are
+A module that is added later (an adapter, a new head, a parametrization) computes with this rank's shard as if it were
+the full weight, and its numbers do not show it. So each forward begins with a comparison of the tree: objects are
 compared by identity, which takes a fraction of a millisecond.
 
-Tensor-parallel ranks and stages hold different shards under the same names. A wrapper that copies or averages
-parameters over them (DistributedDataParallel over all ranks) makes one shard of all, silently where the shards are
-equally large. torch calls its global hooks when a module becomes part of another one (``DistributedDataParallel``
-registers what it wraps before it sends anything) and before an optimizer steps; groups are compared there, and before
-a forward, on each rank by itself. The ranks of one axis partition the world, so a group that reaches beyond the
-replicas of one of its ranks does for all, and every rank raises.
+A wrapper that copies or averages parameters over ranks with different shards (DistributedDataParallel over all ranks)
+makes one shard of all, silently if the shards are equally large. torch calls global hooks when a module becomes part of
+another one (``DistributedDataParallel`` registers its module before it sends anything) and before an optimizer steps;
+groups are compared there, and before a forward. A group that reaches beyond the replicas of one of its ranks does so
+for all, so every rank raises.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class ModuleTree:
         """Compare the tree with the last one; True if it has changed in a way that sharding allows.
 
         Modules without parameters may come and go, modules may be wrapped, a parameter may be replaced by one of the
-        same shape, whole blocks may be removed, and FSDP may turn parameters into DTensors.
+        same shape, blocks may be removed, and FSDP may turn parameters into DTensors.
 
         Raises:
             ConfigError: parameters are new, or a sharded one was resized, renamed, parametrized or replaced; the
@@ -166,9 +165,7 @@ def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
                 _refuse(model, seen, "was taken out or replaced")
         elif not issubclass(type(seen.module), seen.kind):
             _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
-        elif list(held := own_parameters(seen.module)) != list(seen.parameters):
-            if held.keys() == seen.parameters.keys() and all(held[name] is p for name, p in seen.parameters.items()):
-                continue  # in another order: PEFT puts a parameter of experts back after the others
+        elif (held := own_parameters(seen.module)).keys() != seen.parameters.keys():
             now_held = ", ".join(held) or "no parameter"
             _refuse(model, seen, f"holds {now_held} now, and held {', '.join(seen.parameters)}")
 
@@ -189,8 +186,8 @@ class WrapperCheck(NotCopied):
     """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards.
 
     Args:
-        shares_experts: Whether replicas hold different experts.
-        fully_sharded: Whether autopar calls ``fully_shard``, which shards experts over other ranks than the rest.
+        shares_experts: True if replicas hold different experts.
+        fully_sharded: True if autopar calls ``fully_shard``, which shards experts over other ranks than the rest.
 
     Attributes:
         when_wrapped: Function of a feature, called with a wrapper that averages gradients and with the module in it.
@@ -259,7 +256,7 @@ class WrapperCheck(NotCopied):
 
     def _check_fully_sharded(self, model: nn.Module) -> None:
         found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
-        for module in model.modules():  # weights of the outermost are whole by now
+        for module in model.modules():  # weights of the outermost are gathered by now
             found |= meshes_of_fsdp(module)
         _check_meshes(found, self.mpu)
 
@@ -282,7 +279,7 @@ class WrapperCheck(NotCopied):
 
 
 def refuse_flat(*_: Any, **__: Any) -> Any:
-    """Raise ConfigError: where ``FullyShardedDataParallel`` has flattened shards, their norm cannot be told."""
+    """Raise ConfigError, since the norm of shards that ``FullyShardedDataParallel`` has flattened is not known."""
     raise ConfigError(
         "clip_grad_norm_ of FullyShardedDataParallel takes the shards of this rank for the model, and what it has "
         f"flattened\n  cannot be told apart. Use torch.distributed.fsdp.fully_shard(model, {_MESH}) instead, and\n"

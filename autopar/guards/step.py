@@ -42,7 +42,7 @@ _known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary() 
 
 
 def listen(listener: object) -> None:
-    """Call methods of ``listener`` as long as it lives, those of these that it has.
+    """Call these methods of ``listener``, if it has them, as long as it lives.
 
     ``when_new(optimizer)``: before the first step of any optimizer, and the first after parameters were added.
     ``before_step(optimizer, args, kwargs)``: before each step; ``args`` begin with the optimizer.
@@ -107,8 +107,8 @@ class Progress:
 
     Attributes:
         number: Place among the optimizers of this model, in the order of their first steps; -1 before.
-        held: Name and parameter of those of the model that it steps.
-        sharded: Those of which each tensor-parallel rank has another shard.
+        held: Names and parameters of the model that it steps.
+        sharded: Held parameters of which each tensor-parallel rank has a different shard.
         steps: Steps so far.
     """
 
@@ -119,18 +119,18 @@ class Progress:
 
 
 class StepCheck:
-    """Watches the optimizers of one parallelized model. Every rank makes it.
+    """Watch the optimizers of one parallelized model. Created on every rank.
 
     Args:
         alike: ``id(parameter)`` -> the ranks of a stage that hold the same shard.
-        comparison: Compares steps over the data-parallel replicas; None only counts them.
-        look: Called with each optimizer of the model, and what it steps, before its first step.
+        comparison: Comparison of steps over the data-parallel replicas; None only counts them.
+        look: Function of each optimizer of the model and its parameters, called before the first step.
 
     Attributes:
         made: Optimizer steps so far with parameters of the model.
         settings: Settings of the optimizer in the last step (learning rates and the like), as text.
         sample: Function of the sharded weights, the number of the step and the optimizer, which the check of forwards
-            sets: it takes part of the gradient and of the state of a weight, of another one each time.
+            sets: a sample of one weight's gradient and state, of a different weight each time.
         last_shard: The result of ``sample`` in the last step.
     """
 
@@ -157,9 +157,9 @@ class StepCheck:
         listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCheck:
-        """Return one for the copied model; a copy of a part of it has none.
+        """Return a check for the copied model; a copy of a part of it has none.
 
-        It compares nothing over the replicas: each may train a copy on data of its own (Reptile, local SGD).
+        It compares nothing over the replicas: each may train its copy on different data (Reptile, local SGD).
         """
         model = self._model()
         if model is None or id(model) not in memo:
@@ -191,7 +191,7 @@ class StepCheck:
                 self._look(optimizer, held)
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a step of ``optimizer``, and compare it with that of the other replicas.
+        """Count a step of ``optimizer``, and compare it with the other replicas' steps.
 
         With a closure gradients are computed inside of the step, and only weights can be compared.
 
@@ -239,7 +239,7 @@ _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def is_inside_another_step() -> bool:
-    """Return whether an optimizer's step is called by that of another one (ZeroRedundancyOptimizer's, a wrapper's)."""
+    """Return whether an optimizer's step is called by another one's (ZeroRedundancyOptimizer's, a wrapper's)."""
     frame, found = sys._getframe(1), 0
     while frame is not None and found < 2:
         found += frame.f_code is _WRAPPER

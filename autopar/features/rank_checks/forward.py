@@ -1,11 +1,10 @@
-"""Compare over tp and cp, when a forward begins, what ranks that get the same batch must have in common.
+"""Compare over tp and cp, when a forward begins, the values that ranks with the same batch must have in common.
 
-One small all-reduce at the start of the model's forward carries seven numbers: a digest of the call (mode, shapes,
+One small all-reduce at the start of the model's forward carries six numbers: a digest of the call (mode, shapes,
 optimizer steps made so far), of the inputs' contents, of the random generators that the model draws from, of a sample
-of the replicated weights; and of a sample of a sharded weight, of the gradient and of the optimizer's state that a
-sharded weight had in the last step, which must *differ* over tp. In the first forward of a mode the shards of all
-weights must. Every rank gets the largest and the smallest of each, and so the same result. Only where it is wrong do
-ranks exchange the values that the error names.
+of the replicated weights; and of the gradient and of the optimizer's state that a sharded weight had in the last step,
+which must *differ* over tp. In the first forward of a mode the shards of all weights must differ, too. Every rank gets
+the largest and the smallest of each, and so the same result. Ranks exchange the values only for an error.
 
 It comes before the first collective of the forward, so a batch of another length is an error here, not an aborted
 process.
@@ -46,7 +45,7 @@ _ELEMENTS = 16384  # of one sample
 _TENSORS = 8  # replicated weights in one sample, at most
 _FEW = 256  # elements from which on shards of parameters that are not called ``weight`` are compared
 _OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
-_FIRST = (1024, 64, 16)  # of one sharded weight, if it has as many
+_FIRST = (1024, 64, 16)  # elements of one sharded weight, if it has as many
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
@@ -57,8 +56,7 @@ class ForwardCheck:
         draws: Returns whether the model draws random numbers, in training (True) or in evaluation.
         steps: Counts and digests of optimizer steps.
         every: Compare contents, generators and weights on every ``every``-th forward, and on the first of each mode;
-            0 compares on the first of each mode and nothing, not even shapes, on the others.
-
+            0 compares on the first of each mode and nothing, not even shapes, later.
         whole_every: Steps after which all replicated weights are compared, not a sample; 0: never.
 
     Attributes:
@@ -105,8 +103,8 @@ class ForwardCheck:
 
         Args:
             arguments: Arguments by name (:func:`named_arguments`).
-            compiled: Whether the forward is a graph, after which :meth:`after_forward` is not called.
-            going_on: Whether the forward is given a cache that an earlier one has filled. In evaluation weights were
+            compiled: True for a graph, after which :meth:`after_forward` is not called.
+            going_on: True for a forward with a cache that an earlier one has filled. In evaluation weights were
                 compared there, and are again in one of :data:`_WATCHED_AGAIN` forwards.
 
         Raises:
@@ -117,8 +115,8 @@ class ForwardCheck:
         self._left = max(self._left - 1, -1)
         number = self._forwards[model.training]
         self._forwards[model.training] += 1
-        whole = self._is_whole(model)
-        full = number == 0 or whole or (self.every > 0 and number % self.every == 0)
+        all_weights = self._is_due(model)
+        full = number == 0 or all_weights or (self.every > 0 and number % self.every == 0)
         if not full and not self.every:
             return
         self._samples.collect(model)
@@ -129,15 +127,13 @@ class ForwardCheck:
             watched = self._watches and not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
             self._before = Generators.now().digests() if watched and not brief else None
             numbers += [of_values(arguments), of_text(repr(self._states(model)))]
-            numbers += [] if brief else self._samples_of_weights(whole=whole)
+            numbers += [] if brief else self._samples_of_weights(all_weights)
         else:
             self._before = None
-        alike, shard_repeats, step_repeats = self._compare(numbers)
+        identical, step_repeats = self._compare(numbers)
         if self.steps.last_shard is not None and step_repeats:
             raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard.name, group_call(self.mpu)))
-        if shard_repeats:
-            raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu)))
-        if not alike:
+        if not identical:
             self._raise(model, arguments, seen, full=full)
         if number == 0 and not brief:
             with self.failures.wait("comparing the shards of weights", self.mpu.tp.ranks):
@@ -188,7 +184,7 @@ class ForwardCheck:
 
         Args:
             compare: False compares none.
-            watch: Whether to see which generators the model draws from; not where other threads may draw from them.
+            watch: True to find the generators that the model draws from; False where other threads may draw from them.
         """
         before = self._left, self._watches
         self._left, self._watches = int(compare) if self._left else 0, watch
@@ -207,13 +203,13 @@ class ForwardCheck:
         self._samples.reset()
 
     def _count_anew(self) -> None:
-        """After a disagreement ranks may have counted apart: what the next forwards compare follows from the counts."""
+        """Reset the counts, by which the next forwards are compared: after a disagreement they may differ by rank."""
         self._forwards = dict.fromkeys(self._forwards, 0)
-        self._samples.count_anew()
+        self._samples.next = 0
 
-    # -- what is compared ------------------------------------------------------------------------------------------
+    # -- compared values -------------------------------------------------------------------------------------------
 
-    def _is_whole(self, model: nn.Module) -> bool:
+    def _is_due(self, model: nn.Module) -> bool:
         """Return whether this is the first training forward after a step whose weights are all compared."""
         made, every = self.steps.made, self.whole_every
         due = every > 0 and model.training and made // every > self._whole_after // every
@@ -221,7 +217,7 @@ class ForwardCheck:
         return due
 
     def _described(self, model: nn.Module, arguments: Mapping[str, Any], *, going_on: bool) -> dict[str, str]:
-        """Describe the call: what ranks compare in every forward."""
+        """Describe the call: the values that ranks compare in every forward."""
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
         seen["weights that are trained"] = f"{of_text(self._samples.trained()):x}"[:8]
@@ -236,16 +232,10 @@ class ForwardCheck:
                 seen[name] = repr(value)
         return seen
 
-    def _samples_of_weights(self, *, whole: bool) -> list[int]:
-        """Return digests of replicated weights; and those that must differ, of sharded weights and the last step."""
-        weights = sums_of_bits(self._samples.replicated(whole=whole))
-        shard, last = self._samples.sharded(), self.steps.last_shard
-        apart = -1 - self.mpu.tp_cp.rank
-        return [
-            of_text(repr(weights)),
-            apart if shard is None else of_tensor(shard),
-            *([apart, apart] if last is None else last.digests(apart)),
-        ]
+    def _samples_of_weights(self, all_weights: bool) -> list[int]:
+        """Return a digest of replicated weights; and, after a step, digests of the step, which must differ."""
+        weights, last = sums_of_bits(self._samples.replicated(all_weights)), self.steps.last_shard
+        return [of_text(repr(weights)), *([] if last is None else last.digests(-1 - self.mpu.tp_cp.rank))]
 
     def _states(self, model: nn.Module) -> dict[str, str]:
         """The states of the generators that the model draws from."""
@@ -256,21 +246,21 @@ class ForwardCheck:
         known = (self._before or Generators.now().digests()) if drawn else {}
         return {name: known[name] for name in sorted(drawn) if name in known}
 
-    def _compare(self, numbers: list[int]) -> tuple[bool, bool, bool]:
-        """Compare up to four digests that must be alike, and three that must differ; those that are missing do.
+    def _compare(self, numbers: list[int]) -> tuple[bool, bool]:
+        """Compare up to four digests that must be identical, and two that must differ; missing ones do.
 
         The values that must differ are compared over tp and cp together: cp ranks hold the same, so all are equal only
-        if those of one tensor-parallel group are.
+        if they are in one tensor-parallel group.
 
         Returns:
-            Whether those are alike; whether the sharded weight is; whether its gradient or state is.
+            Whether the first four are identical; whether one of the last two is.
         """
-        axis, alike, missing = self.mpu.tp_cp, numbers[:4], [-1 - self.mpu.tp_cp.rank] * 3
-        numbers = [*alike, *[0] * (4 - len(alike)), *(numbers[4:] or missing)]
+        axis, first, missing = self.mpu.tp_cp, numbers[:4], [-1 - self.mpu.tp_cp.rank] * 2
+        numbers = [*first, *[0] * (4 - len(first)), *(numbers[4:] or missing)]
         with self.failures.wait("comparing what the forward begins with", axis.ranks):
             largest, smallest = extremes_over(axis, numbers)
         same = list(map(operator.eq, largest, smallest))
-        return all(same[:4]), same[4], same[5] or same[6]
+        return all(same[:4]), same[4] or same[5]
 
     def _raise(
         self, model: nn.Module | None, arguments: Mapping[str, Any], seen: dict[str, str], *, full: bool
@@ -318,11 +308,11 @@ def make(
 
 
 class WeightSamples:
-    """Samples of the weights of one model, of other elements each time.
+    """Samples of the weights of one model, of different elements each time.
 
     Args:
-        fsdp: Also sample replicated weights that FSDP has sharded: the ranks that compare have the same rows of them,
-            as those of a tensor-parallel group do, and those of a context-parallel one do not.
+        fsdp: True to sample also replicated weights that FSDP has sharded: the ranks that compare have the same rows of
+            them in a tensor-parallel group, and different ones in a context-parallel group.
 
     Attributes:
         apart: ``id(weight)`` -> the sharded weights whose shards differ.
@@ -335,7 +325,7 @@ class WeightSamples:
         self._sharded: list[nn.Parameter] = []
         self._all: list[nn.Parameter] = []
         self._model: weakref.ref[nn.Module] | None = None  # of these weights
-        self._next = self._next_sharded = 0
+        self.next = 0  # place of the next sample among the replicated weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightSamples:
         copied = memo[id(self)] = WeightSamples(fsdp=self._fsdp)
@@ -356,7 +346,7 @@ class WeightSamples:
         self.apart = {id(weight): weight for weight, apart, missing in found if apart and not missing}
 
     def collect(self, model: nn.Module) -> None:
-        """Collect the weights of ``model``, unless they are those of the last call."""
+        """Collect the weights of ``model``, unless they were collected in the last call."""
         if self._model is None or self._model() is not model:
             self._model = weakref.ref(model)
             kept = [(name, p) for name, p in _replicated(model) if self._fsdp or not isinstance(p, DTensor)]
@@ -370,10 +360,6 @@ class WeightSamples:
         """Collect the weights anew at the next sample."""
         self._model = None
 
-    def count_anew(self) -> None:
-        """Begin with the first weights again."""
-        self._next = self._next_sharded = 0
-
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Return the replicated weights by name; in ``torch.func.functional_call`` those that it was given."""
         return [(name, _current(held, leaf, known)) for name, held, leaf, known in self._replicated]
@@ -383,26 +369,21 @@ class WeightSamples:
         with no_overrides():
             return bytes(map(_IS_TRAINED, self._all))
 
-    def replicated(self, *, whole: bool = False) -> list[torch.Tensor]:
-        """Sample some replicated weights; with ``whole`` return all of them."""
-        if whole:
+    def replicated(self, all_weights: bool) -> list[torch.Tensor]:
+        """Sample some replicated weights; with ``all_weights`` return all of them."""
+        if all_weights:
             return [weight for _, weight in self.named()]
         left, sample = _ELEMENTS, list[torch.Tensor]()
         for _ in range(min(_TENSORS, len(self._replicated))):
-            turn, place = divmod(self._next, len(self._replicated))
+            turn, place = divmod(self.next, len(self._replicated))
             part = _current(*self._replicated[place][1:])
             part = part if part.numel() <= _ELEMENTS else some_rows(part, turn, _ELEMENTS)
             if sample and part.numel() > left:
                 break
             left -= part.numel()
             sample.append(part)
-            self._next += 1
+            self.next += 1
         return sample
-
-    def sharded(self) -> torch.Tensor | None:
-        """Sample a sharded weight; None if there is none, or if its elements are all the same number."""
-        self._next_sharded += 1
-        return first_elements(self._sharded[self._next_sharded % len(self._sharded)]) if self._sharded else None
 
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
         """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
@@ -414,13 +395,13 @@ class WeightSamples:
 
 
 def _current(held: Mapping[str, Any], leaf: str, known: nn.Parameter) -> torch.Tensor:
-    """Return what a forward that begins now uses as this weight, of the parameters that a module holds."""
+    """Return this weight as a forward that begins now uses it, of the parameters that a module holds."""
     found: nn.Parameter | None = held.get(leaf)
     return local_part(known) if found is None or isinstance(known, DTensor) else found.detach()
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are replicated over tp and have memory."""
+    """Yield the parameters that are replicated over tp and have memory."""
     sharded = without_memory(model)
     for module in model.modules():
         axis: Axis | None = vars(module).get("tp")
@@ -435,7 +416,7 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def first_elements(weight: torch.Tensor) -> torch.Tensor | None:
     """Return some elements of a shard; None if there are none, or all are the same number, or not numbers.
 
-    Shards of unequal sizes that are drawn under one seed begin alike: so there are few kinds of lengths.
+    Shards of unequal sizes that are drawn under one seed begin with equal numbers: so there are few kinds of lengths.
     """
     with no_overrides():
         count = weight.numel()
@@ -452,9 +433,9 @@ def first_elements(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Weights, tables of experts and the like of which each tp rank holds another shard.
+    """Yield the weights, tables of experts and the like that are sharded over tp.
 
-    Not what may well have the same few numbers on all ranks: biases, and others with few elements.
+    Biases, and parameters with few elements, are left out: they may well be equal on all ranks.
     """
     for module in model.modules():
         parameters = own_parameters(module)
@@ -462,8 +443,8 @@ def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
             weight = parameters.get(name)
             if weight is None or type(weight) not in PLAIN or layout.replicated or weight.is_meta:
                 continue
-            beside = math.prod(size for dim, size in enumerate(weight.shape) if dim != layout.dim)
-            least = beside * min(layout.local_size(rank) for rank in range(layout.axis_size))  # alike on all ranks
+            rest = math.prod(size for dim, size in enumerate(weight.shape) if dim != layout.dim)
+            least = rest * min(layout.local_size(rank) for rank in range(layout.axis_size))  # equal on all ranks
             if name == "weight" or (weight.ndim > 1 and least >= _FEW):
                 yield weight
 
@@ -472,14 +453,14 @@ def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 class ShardSample(NamedTuple):
-    """Some rows of the gradient of a sharded weight, and of its optimizer state; None where they tell nothing."""
+    """Some rows of the gradient of a sharded weight, and of its optimizer state; None where there are none."""
 
     name: str
     gradient: torch.Tensor | None
     state: torch.Tensor | None
 
     def digests(self, apart: int) -> list[int]:
-        """Digest both; ``apart`` stands for what tells nothing."""
+        """Digest both; ``apart`` where there is nothing to compare."""
         return [_digest_of(self.gradient, apart), _digest_of(self.state, apart)]
 
 
@@ -501,7 +482,7 @@ def _first_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _digest_of(part: torch.Tensor | None, apart: int) -> int:
-    """Digest it; ``apart`` if it is all the same number, or no numbers."""
+    """Return a digest; ``apart`` if all elements are the same number, or some are not finite."""
     if part is None:
         return apart
     part = part.cpu()
@@ -510,7 +491,7 @@ def _digest_of(part: torch.Tensor | None, apart: int) -> int:
 
 
 def some_rows(tensor: torch.Tensor, turn: int, most: int) -> torch.Tensor:
-    """Return at most some rows of a tensor, of ``most`` elements, other ones each turn."""
+    """Return rows of a tensor with about ``most`` elements in all, different ones each turn."""
     if tensor.numel() <= most or tensor.ndim == 0:
         return tensor
     rows = max(1, most * len(tensor) // tensor.numel())

@@ -1,4 +1,4 @@
-"""Error texts: values that differ between ranks and must be alike, or are alike and must differ."""
+"""Error texts: values that differ between ranks and must be identical, or are identical and must differ."""
 
 from __future__ import annotations
 
@@ -70,11 +70,10 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
     return "\n".join([head, *lines, hint, _TURN_OFF])
 
 
-def same_shard(ranks: Sequence[int], group: str, names: Sequence[str] = ()) -> str:
-    """Describe that tensor-parallel ranks hold the same shard of weights, by name where all were compared."""
+def same_shard(ranks: Sequence[int], group: str, names: Sequence[str]) -> str:
+    """Describe that tensor-parallel ranks hold the same shard of weights."""
     return (
-        f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights"
-        f"{f' {listed(names, 3)}' if names else ''}.\n"
+        f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights {listed(names, 3)}.\n"
         "  DistributedDataParallel over all ranks copies rank 0's shard over the others: give it\n"
         f"  process_group={group}, and initialize the model again. (Drawing weights anew "
         "after\n  initialize fills every shard with the same numbers, too: draw before it.)"

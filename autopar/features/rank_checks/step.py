@@ -1,9 +1,8 @@
-"""Compare at ``optimizer.step()`` what the data-parallel replicas step with: gradients are averaged, weights are equal.
+"""Compare gradients and weights over the data-parallel replicas at ``optimizer.step()``.
 
-Ranks that hold the same (one place of every data-parallel replica) write digests of gradients and weights into
-torch.distributed's key-value store, and each reads those of the other ranks: no collective, in which a rank that skips
-its step would leave the others waiting. The first step waits for the digests of the other ranks, later ones wait only
-some seconds, and what comes late is compared late.
+Ranks that hold the same shard write digests into torch.distributed's key-value store, and each reads the other ranks'
+digests: no collective, in which ranks would wait for a rank that skips its step. The first step waits for the digests
+of the other ranks. Later steps wait some seconds, and compare late digests in a later step.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from autopar.features.rank_checks.forward import some_rows
 from autopar.features.rank_checks.messages import unlike_gradients, unlike_weights
 from autopar.guards.step import Progress, group_call, replicas_in_words
 
-_WHOLE = 3  # first steps, of which all gradients and weights are compared
-_DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another rank, by how often that was late
+_FULL = 3  # first steps, of which all gradients and weights are compared
+_DEADLINE = 5.0  # seconds that a later step waits for another rank
 _KEPT = 64  # steps that are remembered to be compared with what comes late
 _GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
 _BUSY = 16  # ranks from which on the store is read less often
@@ -40,19 +39,17 @@ class _Published:
     """The comparisons of one optimizer.
 
     Attributes:
-        compared: Steps so far that were compared.
-        digests: Comparison -> whether it is of all weights, and digests of this rank as JSON, while those of other
-            ranks are missing.
-        late: Steps in a row in which the digests of another rank did not come in time.
+        compared: Number of comparisons so far.
+        digests: Number of a comparison that waits for other ranks -> True if it is of all weights; digests of this
+            rank as JSON.
     """
 
     compared: int = 0
     digests: dict[int, tuple[bool, str]] = field(default_factory=dict)
-    late: int = 0
 
 
 class StepComparison:
-    """Compare the steps of one model's optimizers over the data-parallel replicas. Every rank makes it.
+    """Compare the steps of one model's optimizers over the data-parallel replicas. Created on every rank.
 
     Args:
         whole_every: Steps between two comparisons of all gradients and weights; 0: in the first steps only.
@@ -68,25 +65,25 @@ class StepComparison:
         self._interval = (1 if mpu.device.type == "cpu" else _GPU_INTERVAL) * max(1, mpu.world_size // _BUSY)
 
     def compare(self, optimizer: str, progress: Progress, *, closure: bool, scaled: bool) -> None:
-        """Publish the digests of this step, and compare those of the other ranks that are there.
+        """Publish the digests of this step, and compare the other ranks' published ones.
 
         Args:
-            optimizer: Its name, for errors.
-            closure: Whether gradients are computed inside of the step: then only weights are compared.
-            scaled: Whether a step that overflows is skipped.
+            optimizer: Name for errors.
+            closure: True if gradients are computed inside of the step: then only weights are compared.
+            scaled: True if a step that overflows is skipped.
         """
         step = progress.steps
-        whole = step < _WHOLE or (self.whole_every > 0 and (step + 1) % self.whole_every == 0)
-        if not whole and step % self._interval:
+        full = step < _FULL or (self.whole_every > 0 and (step + 1) % self.whole_every == 0)
+        if not full and step % self._interval:
             return
         held = [(name, p) for name, p in progress.held if not isinstance(p, DTensor) and not p.is_meta]
         seen = self._published.setdefault(progress.number, _Published())
         turn, seen.compared = seen.compared, seen.compared + 1
-        digests = digest_step(held, None if whole else turn, closure, scaled)
-        alike = [name for name, _ in held if name not in self._experts]
-        mine = json.dumps([of_text(repr(alike)), step, digests, len(alike)])
+        digests = digest_step(held, None if full else turn, closure, scaled)
+        replicated = [name for name, _ in held if name not in self._experts]
+        mine = json.dumps([of_text(repr(replicated)), step, digests, len(replicated)])
         self._store.set(_key(progress, turn, self.mpu.rank), mine)
-        seen.digests[turn] = whole, mine
+        seen.digests[turn] = full, mine
         self._compare_with_others(optimizer, progress, seen)
         old = turn - _KEPT
         seen.digests.pop(old, None)
@@ -94,22 +91,20 @@ class StepComparison:
             self._store.delete_key(_key(progress, old, self.mpu.rank))
 
     def _compare_with_others(self, optimizer: str, progress: Progress, seen: _Published) -> None:
-        """Compare with all replicas where all weights are, so that all raise alike; samples with the one before."""
-        for turn, (whole, mine) in list(seen.digests.items()):
-            keys = {rank: _key(progress, turn, rank) for rank in (self._others if whole else [self._before])}
-            seconds = _DEADLINES[min(seen.late, len(_DEADLINES) - 1)] if turn else self.failures.timeout
+        """Compare digests of all weights with all replicas, so that all raise, and samples with the replica before."""
+        for turn, (full, mine) in list(seen.digests.items()):
+            keys = {rank: _key(progress, turn, rank) for rank in (self._others if full else [self._before])}
+            seconds = _DEADLINE if turn else self.failures.timeout
             for rank, key in keys.items():
                 if not self._wait_for(rank, key, seconds):
                     if turn == 0:
                         self._missing(optimizer, rank)
-                    seen.late += 1
                     return
             del seen.digests[turn]
             for rank, key in keys.items():
                 theirs = self._store.get(key).decode()
                 if theirs != mine:
                     self._refuse(optimizer, json.loads(mine), json.loads(theirs), rank)
-        seen.late = 0
 
     def _wait_for(self, rank: int, key: str, seconds: float) -> bool:
         deadline, pause = time.monotonic() + seconds, 0.0002
@@ -135,7 +130,7 @@ class StepComparison:
     def _refuse(self, optimizer: str, mine: Any, theirs: Any, rank: int) -> None:
         (names, step, ours, count), (other_names, _, others, other_count) = mine, theirs
         if names != other_names and ours.keys().isdisjoint(others):
-            return  # each steps parameters of its own, as in ZeRO
+            return  # each rank steps different parameters, as in ZeRO
         pair = sorted([self.mpu.rank, rank])
         first, second = (ours, others) if self.mpu.rank == pair[0] else (others, ours)
         place = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {optimizer}"
@@ -173,10 +168,9 @@ def _key(progress: Progress, turn: int, rank: int) -> str:
 def digest_step(
     held: list[tuple[str, nn.Parameter]], turn: int | None, closure: bool, scaled: bool
 ) -> dict[str, tuple[int, int]]:
-    """Return by name the digests of (part of) each gradient and weight; with ``turn`` of a sample that moves with it.
+    """Return by name the digests of each gradient and weight; with ``turn`` of a sample that moves with it.
 
-    Args:
-        scaled: Whether the loss has a scale: a step with gradients that are not finite is skipped, and not compared.
+    Gradients that are not finite are not compared if the loss is ``scaled``, since their step is skipped.
     """
     names, sums, (count, most) = [], list[torch.Tensor](), _OF_STEP
 

@@ -1,4 +1,4 @@
-"""Equal blocks of a model: one of them is measured on the meta device, and the others repeat its result.
+"""Equal blocks of a model: one of them is measured on the meta device, and the rest repeats its result.
 
 Blocks are equal that consist of the same modules, with equal attributes, parameters of the same shapes, and the same
 rules in a plan. Only a number that counts the blocks (``layer_idx``) may differ.
@@ -11,10 +11,9 @@ Code around the blocks always runs, once for each block.
 from __future__ import annotations
 
 import functools
-import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +30,11 @@ from autopar.compat.tensors import (
 )
 from autopar.dry_run.operators import form_of
 from autopar.layout import Layout
-from autopar.plan.plan import ModulePlan, Plan
+from autopar.plan.plan import Plan
 from autopar.tensor_tracking import PLAIN, storage_key
 
 _LISTS = (nn.ModuleList, nn.Sequential)  # exactly these: a subclass may have a custom forward
-_EVERY_MODULE = frozenset(vars(nn.Module()))  # hooks, which are not copied, and what is compared by itself
-_RULE = tuple(field.name for field in fields(ModulePlan) if field.name != "path")
+_EVERY_MODULE = frozenset(vars(nn.Module()))  # hooks, modules and tensors, which are compared separately
 
 Paths = tuple[str, ...]
 """Paths of blocks that are equal, in forward order."""
@@ -83,13 +81,11 @@ def _facts(path: str, block: nn.Module, plan: Plan, attributes: dict[str, list[A
     facts: _Facts = {}
     for inner, module in block.named_modules():
         place = f"{path}.{inner}" if inner else path
-        rule = plan.modules.get(place)
-        planned = {name: plan.tensors.get(f"{place}.{name}") for name, _ in _tensors(module)}
+        rule, tensors = plan.modules.get(place), list(_tensors(module))
+        planned = [plan.tensors.get(f"{place}.{name}") for name, _ in tensors]
         facts[inner, ""] = (
-            *(type(module), list(own_modules(module)), attributes.get(place)),
-            [(name, _comparable(tensor)) for name, tensor in _tensors(module)],
-            [tensor and tensor.layout for tensor in planned.values()],
-            rule and [getattr(rule, name) for name in _RULE],
+            *(type(module), list(own_modules(module)), attributes.get(place), rule and replace(rule, path="")),
+            *([(name, _comparable(x)) for name, x in tensors], [each and each.layout for each in planned]),
         )
         for name, value in vars(module).items():
             if name == "kwargs" and is_adapted(module):
@@ -116,22 +112,13 @@ def _groups(blocks: list[tuple[str, int, _Facts]]) -> list[Paths]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return the form in which attributes are compared: containers by their elements, other objects by identity."""
+    """Return the form in which attributes are compared: containers by their text, other objects by identity."""
     if isinstance(value, torch.Tensor):
         return (type(value), *form_of(value))
-    if isinstance(value, (*PLAIN, torch.device)):
+    if isinstance(value, PLAIN):
         return type(value), value  # 1, 1.0 and True are not the same
-    if type(value) in (list, tuple, set, frozenset, torch.Size):
-        return (type(value), [_comparable(entry) for entry in value])
-    if isinstance(value, dict):
-        return (type(value), [(key, _comparable(entry)) for key, entry in value.items()])
-    if type(value) is functools.partial:  # an activation with its form
-        return (type(value), [_comparable(entry) for entry in (value.func, value.args, value.keywords)])
-    plain = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
-    held = () if plain else getattr(value, "__dict__", {}).values()  # results depend on more than the block then
-    if isinstance(value, nn.Module | types.MethodType) or any(isinstance(x, nn.Module | torch.Tensor) for x in held):
-        return object()  # equal to itself alone
-    return id(value)
+    containers = (list, tuple, set, frozenset, dict, functools.partial)  # partial: an activation with its form
+    return (type(value), repr(value)) if isinstance(value, containers) else id(value)
 
 
 class _Known(NamedTuple):
@@ -171,7 +158,7 @@ class BlockReplay(ABC):
 
     @abstractmethod
     def keep(self, output: torch.Tensor, arguments: list[torch.Tensor]) -> Any:
-        """Return what is needed to make an output again."""
+        """Return the data from which :meth:`make` makes an output again."""
 
     @abstractmethod
     def make(self, kept: Any, arguments: list[torch.Tensor]) -> torch.Tensor:

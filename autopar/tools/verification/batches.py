@@ -1,7 +1,7 @@
-"""Batches for any Hugging Face model: arguments at random, with ragged padding and labels; and parts for replicas.
+"""Batches for any Hugging Face model: random arguments, with ragged padding and labels; and parts for replicas.
 
-Some models want more than the dry run's samples: images beside text, towers over patches. Candidates are tried one
-after another: a model is asked by running it, not by its name.
+Some models need more than the dry run's samples: images with text, towers over patches. Candidates are run one after
+another, until the model takes one.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int) 
     """Make batches that the model's forward takes.
 
     Args:
-        count: how many; ``rows``: samples of each; ``length``: tokens of a sample.
+        count: Number of batches, of ``rows`` samples with ``length`` tokens each.
 
     Raises:
-        ConfigError: no inputs are known that the model runs with.
+        ConfigError: No inputs are known that the model runs with.
     """
     generator = torch.Generator().manual_seed(1)
     problems: list[tuple[str, str]] = []
@@ -98,7 +98,7 @@ def _text_config(model: PreTrainedModel) -> Any:
 def _labels(
     model: PreTrainedModel, made: list[dict[str, Any]], generator: torch.Generator
 ) -> Iterator[list[dict[str, Any]]]:
-    """Targets that a head may want, the likeliest first; at last none."""
+    """Yield targets that a head may need, the likeliest first; at last none."""
     taken = inspect.signature(model.forward).parameters
     rows = len(next(iter(made[0].values())))
     classes = int(getattr(model.config, "num_labels", _CLASSES))
@@ -129,14 +129,14 @@ def _draw(generator: torch.Generator, below: int, shape: Any) -> torch.Tensor:
 
 
 def _where_real(values: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    """Labels that do not count where there is padding."""
+    """Return labels that do not count where there is padding."""
     mask = inputs.get("attention_mask")
     return values.clone() if mask is None or mask.shape != values.shape else values.masked_fill(mask == 0, -100)
 
 
 @torch.no_grad()
 def _why_not(model: PreTrainedModel, batch: dict[str, Any], *, has_labels: bool) -> str | None:
-    """Why a batch cannot be taken; None if it can: with labels there is a loss, which is a number."""
+    """Return the reason why a batch is not accepted; None if it is, and its labels give a finite loss."""
     training = model.training
     model.eval()
     try:
@@ -162,7 +162,7 @@ Batch = Mapping[str, Any]
 
 
 def part_of(batch: Batch, number: int, parts: int) -> dict[str, Any]:
-    """The samples of one of ``parts`` replicas."""
+    """Return the samples of one of ``parts`` replicas."""
     return {
         name: value.tensor_split(parts)[number] if isinstance(value, torch.Tensor) and value.ndim else value
         for name, value in batch.items()
@@ -172,11 +172,10 @@ def part_of(batch: Batch, number: int, parts: int) -> dict[str, Any]:
 def fit(
     plain: nn.Module, config: ParallelConfig, batches: Sequence[Batch], given: Policy | None
 ) -> tuple[int, ParallelConfig]:
-    """Return in how many parts the plain model takes a batch, and the config with micro-batches that it can take.
+    """Return the number of parts in which the plain model takes a batch, and the config with its micro-batches.
 
-    A loss that is not a mean over labels (but over pairs in a batch, or behind a norm over the batch) is not that of
-    its micro-batches put together, nor is that of a model whose samples depend on each other: then there is one
-    micro-batch, and the plain model's is the mean of the replicas'.
+    A loss over pairs in a batch or after a norm over the batch, and the loss of a model whose samples depend on each
+    other, does not add up from micro-batches: then there is one, and the plain model takes the mean over replicas.
     """
     apart = any(isinstance(module, BatchNorm) for module in plain.modules())
     replicas = config.data_parallel_size(dist.get_world_size())
@@ -197,7 +196,7 @@ def fit(
 
 
 def _has_samples_apart(plain: nn.Module, batches: Sequence[Batch]) -> bool:
-    """Return whether the plain model's logits of the two halves of a batch are those of the whole; rank 0 tries."""
+    """Return whether the logits of the two halves of a batch are the logits of the batch; rank 0 tries."""
     found = True
     if dist.get_rank() == 0:
         training = plain.training
@@ -205,7 +204,7 @@ def _has_samples_apart(plain: nn.Module, batches: Sequence[Batch]) -> bool:
         try:
             with torch.no_grad():
                 found = all(halves_agree(plain, batch) for batch in batches)
-        except Exception:  # what does not run in parts, or at all, is found out where it is compared
+        except Exception:  # a model that does not run in parts, or at all, is reported where it is compared
             found = True
         finally:
             plain.train(training)
@@ -217,41 +216,38 @@ def halves_agree(plain: nn.Module, batch: Batch) -> bool:
         reseed(0)
         return dict(named(plain(**copy.deepcopy(dict(part)))).items()).get("logits")
 
-    whole, halves = logits(batch), [logits(part_of(batch, number, 2)) for number in range(2)]
-    if not isinstance(whole, torch.Tensor) or whole.shape[:1] != (sum(len(half) for half in halves),):
+    expected, halves = logits(batch), [logits(part_of(batch, number, 2)) for number in range(2)]
+    if not isinstance(expected, torch.Tensor) or expected.shape[:1] != (sum(len(half) for half in halves),):
         return True
-    return measure(torch.cat(halves), whole).relative <= tolerance_of(whole.dtype)
+    return measure(torch.cat(halves), expected).relative <= tolerance_of(expected.dtype)
 
 
 def _candidates(model: PreTrainedModel, rows: int, length: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield inputs that a model may take, on the meta device, the likeliest first; data of grids is real.
 
-    Args:
-        rows: how many samples; ``length``: tokens of each.
-
     Raises:
-        ValueError: none are known.
+        ValueError: None are known.
     """
     taken = inspect.signature(model.forward).parameters
     inputs = sample_inputs(model, rows, length)
     width = int(getattr(_text_config(model), "hidden_size", 0) or 1)
-    whole = _required(inputs, taken, rows, length, width)
-    yield whole
+    first = _required(inputs, taken, rows, length, width)
+    yield first
     if "pixel_values" in taken and "pixel_values" not in inputs and "input_ids" in inputs:
         pixels = {"pixel_values": torch.empty(pixel_shape(model.config, rows), device="meta", dtype=model.dtype)}
-        yield {**whole, **pixels}
+        yield {**first, **pixels}
         if "decoder_input_ids" in inputs:
             yield {**pixels, "decoder_input_ids": inputs["decoder_input_ids"]}
     yield from _patches(model.config, rows, taken)
     if "inputs_embeds" in taken and "input_ids" in inputs:
         embedded = torch.empty(rows, length, width, device="meta", dtype=model.dtype)
-        yield {**{name: value for name, value in whole.items() if name != "input_ids"}, "inputs_embeds": embedded}
+        yield {**{name: value for name, value in first.items() if name != "input_ids"}, "inputs_embeds": embedded}
 
 
 def _required(
     inputs: dict[str, torch.Tensor], taken: Any, rows: int, length: int, width: int
 ) -> dict[str, torch.Tensor]:
-    """Add what the forward takes without a default: other ids, or sequences of vectors."""
+    """Add the arguments of the forward without a default: more ids, or sequences of vectors."""
     found = dict(inputs)
     needed = [name for name, each in taken.items() if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
     for name in (name for name in needed if name not in inputs):
@@ -263,7 +259,7 @@ def _required(
 
 
 def _patches(config: PretrainedConfig, rows: int, taken: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Patches of all images in one row, with the sizes of the images: as flat numbers, or as small pictures."""
+    """Yield patches of all images in one row, as flat numbers or as small pictures, and the sizes of the images."""
     grid = next((name for name in ("grid_thw", "image_grid_thw") if name in taken), None)
     main = next((name for name in ("hidden_states", "pixel_values") if name in taken), None)
     side = getattr(config, "patch_size", None)

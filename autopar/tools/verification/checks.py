@@ -1,9 +1,8 @@
 """The checks of ``verify``: weights, outputs, tokens, gradients, a step and checkpoints against the plain model's.
 
-So are random draws: those of what ranks hold alike must be alike, those of different parts apart, and rates are the
-plain model's. No seed gives the plain model the draws of several ranks, so states of generators are compared, not
-masks. Stages alone draw from streams that the plain model can be given: then it drops the same elements, and returns
-the same outputs.
+Random draws are compared, too: replicated activations must get identical draws, and shards different ones, at the plain
+model's rates. No seed gives the plain model the draws of several ranks, so states of generators are compared, not
+masks. Stages alone draw from streams that the plain model can take: then outputs are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -53,24 +52,20 @@ from autopar.tools.verification.recording import recording_of, running
 from autopar.tools.verification.report import RankMemory, Row
 from autopar.tools.verification.session import Session, switched_on
 
-_SMALL = 0.05  # of the largest gradient or step: what is smaller is measured by this
+_SMALL = 0.05  # of the largest gradient or step: smaller ones are measured by this
 _TOKENS = 6  # that are generated
 _PADDING = 2  # columns on the left of the first prompt
 
 
 class Named(NamedTuple):
-    """How far something is from the plain model's."""
+    """The distance of a tensor from the plain model's."""
 
     name: str
     distance: Distance
 
 
 def worst_row(check: str, what: str, found: Iterable[Named], allowed: float, *, show: bool = True) -> Row:
-    """Return the row of the one that is farthest off.
-
-    Args:
-        show: its name even if it holds.
-    """
+    """Return the row of the largest distance; with ``show`` it is named even if it holds."""
     listed = list(found)
     worst = max(listed, key=lambda each: each.distance.relative, default=None)
     if worst is None:
@@ -95,7 +90,7 @@ def weights(session: Session) -> list[Row]:
 
 
 def pairs(session: Session) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Yield name, this rank's parameter and the plain model's, of those that this rank holds and that are numbers."""
+    """Yield name, this rank's parameter and the plain model's, except for quantized ones."""
     plain = dict(session.plain.named_parameters())
     quantized = {f"{path}.weight" for path in stored_weights(session.parallel)}
     for name, mine in session.parallel.named_parameters():
@@ -121,7 +116,7 @@ def _outputs(expected: Any, actual: Any) -> list[Named]:
 
 
 def _output_rows(check: str, found: list[Named], allowed: float) -> list[Row]:
-    """One row for logits, one for the loss, one for all others."""
+    """Return one row for logits, one for the loss, one for the rest."""
     chief = {what: [each for each in found if each.name == what] for what in ("logits", "loss")}
     rest = [each for each in found if each.name not in chief]
     rows = [worst_row(check, what, each, allowed, show=False) for what, each in chief.items() if each]
@@ -181,7 +176,7 @@ def step(session: Session) -> list[Row]:
     gradients = (p.grad.abs().max().item() for p in session.plain.parameters() if p.grad is not None and p.grad.numel())
     largest = of_first(max(gradients, default=1.0))
     for group in (*plain.param_groups, *parallel.param_groups):
-        group["eps"] = 0.1 * largest or 1.0  # with a small one AdamW makes a full step of what is only rounding
+        group["eps"] = 0.1 * largest or 1.0  # with a small one AdamW makes a full step from rounding alone
     if session.config.gradient_clipping:
         torch.nn.utils.clip_grad_norm_(session.plain.parameters(), session.config.gradient_clipping)
     plain.step()
@@ -245,7 +240,7 @@ def generated(model: nn.Module, inputs: dict[str, Any]) -> Any:
     model.eval()
     reseed(0)
     settings: dict[str, Any] = {"max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS, "do_sample": False}
-    if "pixel_values" not in inputs:  # some models pass one of their own on
+    if "pixel_values" not in inputs:  # some models pass a custom one on
         settings["pad_token_id"] = 0
     with torch.no_grad():
         return model.generate(  # type: ignore[operator]
@@ -267,7 +262,7 @@ def generate(session: Session) -> list[Row]:
     inputs = prompt_of(session)
     try:
         expected = generated(session.plain, inputs)
-    except Exception as error:  # what the plain model cannot do is no matter of parallelism
+    except Exception as error:  # then parallelism is not the cause
         return [Row("generate", "tokens", None, note=f"the plain model does not: {type_and_text(error, 120)}")]
     actual = generated(session.parallel, inputs)
     same = torch.equal(actual.sequences, expected.sequences)
@@ -282,7 +277,7 @@ def generate(session: Session) -> list[Row]:
 
 
 def save(session: Session) -> list[Row]:
-    """Save merged; compare names and bits with what the plain model saves."""
+    """Save merged; compare names and bits with the plain model's checkpoint."""
     if not _merges(session):
         adapted = "quantized weights with adapters are not merged"
         why = adapted if stored_weights(session.plain) else "the plain module has no save_pretrained"
@@ -327,13 +322,13 @@ def reshard(session: Session) -> list[Row]:
 
 
 def _merges(session: Session) -> bool:
-    """Return whether the model has a merged checkpoint: transformers' own do, without adapters on quantized weights."""
+    """Return whether the model has a merged checkpoint: a Hugging Face model without adapters on quantized weights."""
     adapted = any(".base_layer" in path for path in stored_weights(session.plain))
     return isinstance(session.plain, PreTrainedModel) and not adapted
 
 
 def _save_plain(session: Session, folder: Path) -> None:
-    """Save the plain model; with the names in memory if the conversion to its names in files cannot be followed."""
+    """Save the plain model; with its names in memory if their conversion for files cannot be followed."""
     plain: Any = session.plain
     names = {own: name for name in session.plan.tensors if (own := plain_name(plain, name)) is not None}
     try:
@@ -346,7 +341,7 @@ def _save_plain(session: Session, folder: Path) -> None:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder that all ranks know; they are on one machine, or share where temporary files are. No progress bars."""
+    """Give a folder that all ranks share; they are on one machine, or share temporary files. No progress bars."""
     shown = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()
     place = of_first(tempfile.mkdtemp(prefix="autopar-verify-") if dist.get_rank() == 0 else "")
@@ -360,23 +355,17 @@ def _folder() -> Iterator[Path]:
 
 
 def _files(mine: Path, plain: Path) -> Iterator[Named]:
-    """Compare the tensors of two checkpoints, one at a time."""
+    """Compare the tensors of two checkpoints, whose files are mapped into memory."""
     theirs, ours = _tensors(plain), _tensors(mine)
     for name in theirs.keys() ^ ours.keys():
         where = "is missing" if name in theirs else "is not one of the plain model's"
         yield Named(name, Distance(math.inf, where))
     for name in theirs.keys() & ours.keys():
-        with safe_open(theirs[name], "pt") as one, safe_open(ours[name], "pt") as other:
-            yield Named(name, measure(other.get_tensor(name), one.get_tensor(name)))
+        yield Named(name, measure(ours[name], theirs[name]))
 
 
-def _tensors(folder: Path) -> dict[str, Path]:
-    """Name -> file."""
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    return found
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 # -- random draws -----------------------------------------------------------------------------------------------------
@@ -394,7 +383,7 @@ class Draw(NamedTuple):
 
 
 class _Draws(TensorTracking):
-    """Notes random draws by their operators; those in the backward, where blocks are recomputed, by themselves."""
+    """Note random draws by their operators; those of recomputed blocks in :attr:`backward`."""
 
     def __init__(self, stack: Sequence[str] = ()) -> None:
         super().__init__()
@@ -433,29 +422,29 @@ class Place(NamedTuple):
 
 
 def wrong_draws(plain: Sequence[Draw], everyone: Mapping[Place, Sequence[Draw]]) -> Iterator[tuple[str, str]]:
-    """Yield module and problem of each draw that is alike where it must differ, or the other way round. Pure.
+    """Yield module and problem of each draw that is identical where it must differ, or the other way round. Pure.
 
     Args:
-        plain: the draws of the plain model, whose shapes say what is sharded.
-        everyone: those of each rank of a replica.
+        plain: The draws of the plain model; other shapes on the ranks are shards.
+        everyone: The draws of each rank of a replica.
     """
     expected = _by_module(plain)
     by_rank = {place: _by_module(draws) for place, draws in everyone.items()}
     for module in {name: None for found in (expected, *by_rank.values()) for name in found}:
-        wholes = expected.get(module, [])
+        draws_of_plain = expected.get(module, [])
         stages = {place.pp for place, found in by_rank.items() if module in found}
         ranks = [place for place in everyone if place.pp in stages]
         counts = [len(by_rank[place].get(module, [])) for place in ranks or everyone]
-        if not wholes or not all(counts) or any(count % len(wholes) for count in counts):
+        if not draws_of_plain or not all(counts) or any(count % len(draws_of_plain) for count in counts):
             listed = ", ".join(map(str, counts))
-            yield module, f"draws {listed} times on the ranks, {len(wholes)} times in the plain model"
+            yield module, f"draws {listed} times on the ranks, {len(draws_of_plain)} times in the plain model"
             continue
-        for number, whole in enumerate(wholes):
-            held = {place: _joined(by_rank[place][module], number, len(wholes)) for place in ranks}
+        for number, full in enumerate(draws_of_plain):
+            held = {place: _joined(by_rank[place][module], number, len(draws_of_plain)) for place in ranks}
             draws = list(held.values())
-            if any(draw.rate != whole.rate for draw in draws):
-                yield module, f"drops {draws[0].rate:g} of its elements, and the plain model's {whole.rate:g}"
-            elif any(draw.shape != whole.shape for draw in draws):
+            if any(draw.rate != full.rate for draw in draws):
+                yield module, f"drops {draws[0].rate:g} of its elements, and the plain model's {full.rate:g}"
+            elif any(draw.shape != full.shape for draw in draws):
                 if not _are_apart(held):
                     yield module, f"draws alike on ranks that hold different parts {list(draws[0].shape)}"
             elif len({draw.state for draw in draws}) > 1:
@@ -480,7 +469,7 @@ def _joined(draws: Sequence[Draw], number: int, count: int) -> Draw:
 
 
 def _are_apart(holders: Mapping[Place, Draw]) -> bool:
-    """Return whether all ranks draw apart, or those along one axis do, and are alike along the other."""
+    """Return whether all ranks draw apart, or ranks along one axis do, and are identical along the other."""
     states = {place: draw.state for place, draw in holders.items()}
     if len(set(states.values())) == len(states):
         return True
@@ -492,7 +481,7 @@ def _are_apart(holders: Mapping[Place, Draw]) -> bool:
 
 
 def dropout(session: Session) -> list[Row]:
-    """Compare what the ranks draw with what the plain model does. Dropout is on in both models."""
+    """Compare the draws of the ranks with the plain model's. Dropout is on in both models."""
     tp, pp, cp = session.mpu.tp, session.mpu.pp, session.mpu.cp
     if tp.size == pp.size == cp.size == 1:
         return [Row("dropout", "random draws", None, note="only ranks of a model do")]
@@ -512,7 +501,7 @@ def dropout(session: Session) -> list[Row]:
 
 
 def _of_stages(session: Session) -> list[Row]:
-    """Compare outputs with those of the plain model, which is given the streams of the stages."""
+    """Compare outputs with the plain model's, which draws from the streams of the stages."""
     plain, expected = _run(session, session.plain)
     _, outputs = _run(session, session.parallel)
     if not plain:
@@ -525,7 +514,7 @@ def _of_stages(session: Session) -> list[Row]:
 
 
 def _of_ranks(session: Session) -> list[Row]:
-    """Compare the draws of all ranks of a replica by their states, their rates, and what comes after them."""
+    """Compare the draws of all ranks of a replica by their states and rates, then generators and outputs."""
     session.evaluate(session.parallel, copy.deepcopy(session.own_part(session.batches[0])))  # the first may run twice
     plain, _ = _run(session, session.plain)
     mine, outputs = _run(session, session.parallel)
@@ -547,15 +536,15 @@ def _of_ranks(session: Session) -> list[Row]:
 
 
 def _comparable(session: Session, draws: list[Draw]) -> list[Draw]:
-    """Return the draws without those of experts that one rank computes, for tokens of all."""
+    """Return the draws without those in experts, which one rank computes for tokens of all."""
     inside = tuple(f"{path}." for path, rule in session.plan.modules.items() if rule.rule == "expert_modules")
     return [draw for draw in draws if not draw.module.startswith(inside)] if inside else draws
 
 
 def _row_alike(what: str, found: set[tuple[int, str]]) -> Row:
-    """The ranks of a stage must have the same behind the forward."""
-    alike = len(found) == len({stage for stage, _ in found})
-    return Row("dropout", what, alike, note="" if alike else "they differ between ranks that hold the same activations")
+    """Return a row on whether each stage has one state."""
+    same = len(found) == len({stage for stage, _ in found})
+    return Row("dropout", what, same, note="" if same else "they differ between ranks that hold the same activations")
 
 
 def _run(session: Session, model: nn.Module) -> tuple[list[Draw], Any]:

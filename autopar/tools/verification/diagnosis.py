@@ -1,9 +1,8 @@
 """Diagnosis of a failed check: both models run once more while every module is recorded, and the first difference.
 
-Events come in the order in which the plain model makes them. Forward: what each module is given and what it returns.
-Backward: gradients of outputs, of parameters, in the order of the backward pass. A module whose input is wrong while
-everything before it was right is not to blame: the code around it is, that of the module which holds it. The module to
-blame is named in words, with the lines of the policy that concern it.
+Events have the order of the plain model: inputs and outputs of each module in the forward, then gradients of outputs
+and parameters in the backward. If a module's input is wrong, and all before it was right, then the code that calls it
+is to blame: its parent's. The module to blame is named in words, with the lines of the policy that concern it.
 """
 
 from __future__ import annotations
@@ -33,21 +32,19 @@ from autopar.tools.verification.report import Culprit, Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.unit_rules import contradicting_layers
 
-_PARTIAL = ("region", "experts", "expert_modules", "once")  # what runs inside of them has parts of sums
-_SMALL = 0.05  # of the largest gradient: what is smaller is measured by this
+_PARTIAL = ("region", "experts", "expert_modules", "once")  # modules inside of them have parts of sums
+_SMALL = 0.05  # of the largest gradient: smaller ones are measured by this
 
 
 class Event(NamedTuple):
-    """Something that was compared.
+    """One comparison, of the tensor ``name`` of a module, or of a parameter.
 
     Attributes:
-        path: of the module.
         kind: ``input``, ``output``, ``gradient`` (of the output) or ``parameter`` (its gradient).
-        verdict: True: as in the plain model; False: not; None: unknown (a form that has no counterpart there).
-        name: of the tensor among those of the module; of a parameter its own.
-        difference: as a part of the largest element.
-        call: how often the module was called before.
-        readers: paths of modules that were given this output, for a gradient.
+        verdict: True if it equals the plain model's, None if it has no counterpart there.
+        difference: The difference, relative to the largest element.
+        call: Number of earlier calls of the module.
+        readers: Paths of modules that read this output, for a gradient.
     """
 
     path: str
@@ -78,7 +75,7 @@ def first_difference(events: Sequence[Event]) -> Found | None:
     module = event.path
     if event.kind == "input":
         module = event.path.rpartition(".")[0]
-        since.append(event.path)  # what it is given may be made by the code that calls it
+        since.append(event.path)  # its rule may be wrong for the code that calls it
     elif event.kind == "gradient" and event.readers:
         module = event.readers[0]
         if len(event.readers) > 1:  # the innermost module that holds all of them
@@ -89,7 +86,7 @@ def first_difference(events: Sequence[Event]) -> Found | None:
 
 
 class Comparison:
-    """Compares what was recorded of one rank's model with what was recorded of the plain one."""
+    """Compares the recording of one rank's model with the plain model's."""
 
     def __init__(self, session: Session) -> None:
         self.plan, self.stages, self.slices = session.plan, session.stages, session.slices
@@ -97,7 +94,7 @@ class Comparison:
         self._partial = [path for path, module in self.plan.modules.items() if module.rule in _PARTIAL]
 
     def forward(self, plain: Recording, mine: Recording) -> list[Event]:
-        """Return an event for each tensor that a module was given or returned, in the plain model's order."""
+        """Return an event for each input and output of a module, in the plain model's order."""
         events: list[Event] = []
         for entry, other in self._paired(plain, mine):
             for name, expected in entry.tensors.items():
@@ -107,7 +104,7 @@ class Comparison:
         return events
 
     def _paired(self, plain: Recording, mine: Recording) -> list[tuple[Entry, Entry | None]]:
-        """Return the plain model's entries, each with this rank's: of more calls than there the last ones."""
+        """Return the plain model's entries, each with this rank's, whose last calls count if there are more."""
         expected, found = (Counter((entry.path, entry.kind) for entry in each.entries) for each in (plain, mine))
         more = {place: max(0, count - expected[place]) for place, count in found.items()}
         own = {(each.path, each.kind, each.call - more[each.path, each.kind]): each for each in mine.entries}
@@ -120,8 +117,8 @@ class Comparison:
         """Return an event for each gradient of an output or a parameter, in the order of the backward pass.
 
         Args:
-            models: the plain one, and this rank's, whose parameters have their gradients.
-            largest: element of all gradients of parameters.
+            models: The plain model, and this rank's, with gradients.
+            largest: The largest element of all gradients of parameters.
         """
         scale = max((float(g.abs().max()) for e in plain.entries for g in e.gradients.values() if g.numel()), default=0)
         events: list[Event] = []
@@ -164,7 +161,7 @@ class Comparison:
         return None if inside or once else distance
 
     def _is_partial_gradient(self, path: str) -> bool:
-        """Return whether gradients of what a module returns may be parts, which are summed later."""
+        """Return whether gradients of a module's outputs may be parts, which are summed later."""
         planned = self.plan.modules.get(path)
         if planned is None:
             return False
@@ -181,7 +178,7 @@ class Comparison:
 
 
 def _owners(entries: Sequence[Entry], stages: StagePlan) -> list[int]:
-    """Return for each entry the pipeline rank that computes it: that of the last block that began before."""
+    """Return for each entry the pipeline rank that computes it: the rank of the last block that began before."""
     places = {path: place for place, path in enumerate(stages.elements) if place != stages.encoder}
     result: list[int] = []
     stage = 0
@@ -199,7 +196,7 @@ _ORDER = (None, True, False)  # of verdicts
 
 
 def over_ranks(everyone: Sequence[Sequence[Event]]) -> list[Event]:
-    """Return the events with the verdict of all ranks: wrong if it is on one, right if it is on one that knows it."""
+    """Return the events with the verdict of all ranks: wrong if one rank is, right if only ranks without one differ."""
     found: dict[tuple[str, str, str, int], list[Event]] = {}
     for events in sorted(everyone, key=len, reverse=True):  # replicas may be given other arguments (a mask)
         for event in events:
@@ -208,11 +205,7 @@ def over_ranks(everyone: Sequence[Sequence[Event]]) -> list[Event]:
 
 
 def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | None:
-    """Find the first module that differs, after ``check`` has failed with ``rows``. Collective: all ranks call it.
-
-    Returns:
-        The culprit, the same on every rank; None if no module is to blame.
-    """
+    """Find the first module that differs, after ``check`` has failed with ``rows``; None if none is. Collective."""
     culprit = _first_culprit(session, check, rows)
     if culprit is None or session.mpu.tp.size == 1 or check not in ("forward", "generate", "backward"):
         return culprit
@@ -220,7 +213,7 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
 
 
 def _with_contradicting(culprit: Culprit, layers: Sequence[str], plan: Plan) -> Culprit:
-    """Add the layers whose rules contradict those around them, of equal ones in several blocks the first."""
+    """Add the layers whose rules contradict the rules around them, of equal layers in several blocks the first."""
     first = {line_of(plan, path): path for path in reversed(layers)}
     shown = [path for path in layers if path in first.values()]
     if not shown:
@@ -274,7 +267,7 @@ def _first_culprit(session: Session, check: str, rows: Sequence[Row]) -> Culprit
 
 
 def _training(session: Session) -> list[Event]:
-    """A forward and a backward of the first batch: outputs first, in the order of the forward, then gradients."""
+    """Run the first batch; return events of outputs in the order of the forward, then of gradients."""
     session.zero_gradients()
     session.plain.train()
     session.parallel.train()
@@ -311,7 +304,7 @@ def _recorded_step(session: Session) -> tuple[Recording, Recording]:
 
 
 _NOTHING = "no line of the policy: the module has no rule"
-_FOLLOWING = 3  # modules that are listed besides
+_FOLLOWING = 3  # further modules that are listed
 
 
 def _culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
@@ -345,10 +338,7 @@ def _culprit_of_parameter(name: str, what: str, plan: Plan, policy: str) -> Culp
 
 
 def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, policy: str) -> Culprit | None:
-    """Describe where an exception came from: the innermost module whose code ran; None if none did.
-
-    A PolicyError names its line itself.
-    """
+    """Describe where an exception came from: the line of a PolicyError, or the innermost module whose code ran."""
     if isinstance(error, PolicyError) and error.where:
         return Culprit("", clip(first_line(error), 300), (error.where,))
     if plan is None:
@@ -370,8 +360,7 @@ def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, 
 def _lines_of(plan: Plan, modules: Sequence[str], policy: str) -> Iterator[str]:
     """Yield the lines of the policy that concern these modules, ``file:line: path: rule``, without doubles.
 
-    Attributes that the plan changes come with the module; where it has no rule, those of its children, or of what is
-    around it.
+    Attributes come with their module. A first module without a rule has its children's lines, or its parent's.
     """
     seen = set[str]()
     for number, path in enumerate(modules[: 1 + _FOLLOWING]):
@@ -399,7 +388,7 @@ def _own_lines(plan: Plan, path: str) -> list[str]:
 
 
 def _near_lines(plan: Plan, path: str) -> Iterator[str]:
-    """Those of the modules inside; if there are none, those of the nearest module around it."""
+    """Yield the lines of the modules inside; if there are none, of the nearest module around it."""
     inside = [other for other in plan.modules if other.startswith(f"{path}.")]
     for other in inside[:4]:
         yield from _own_lines(plan, other)

@@ -1,11 +1,10 @@
-"""Outputs of any model by name, a loss, how far tensors are from (parts of) the plain model's; values of other ranks.
+"""Outputs of any model by name, a loss, distances of tensors from the plain model's; values of other ranks.
 
-Differences are measured by the largest element of what is expected, so a gradient of 1e-6 is looked at as closely as
-logits of 20. ``floor`` keeps what is zero but for rounding (the gradient of a key's bias) from being so.
+Differences are measured by the largest expected element, so a gradient of 1e-6 is compared as closely as logits of 20.
+``floor`` is for tensors that are zero except for rounding (the gradient of a key's bias).
 
-A parameter's part on a rank is known from the plan. An activation's is found: a dim that is shorter than the plain
-model's is cut by units of the plan (heads, features, rows of the vocabulary), by rows of the sequence, or evenly. Any
-cut that fits is tried.
+A parameter's shard follows from the plan. An activation's is found: a dim that is shorter than the plain model's is cut
+by units of the plan (heads, features, rows of the vocabulary), by rows of the sequence, or evenly; all cuts are tried.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MOST = 64  # combinations of cuts that are tried
 
 
 def named(output: Any) -> Any:
-    """Return what a model returns, by names: of several bare tensors the one that is a number is the loss."""
+    """Return a model's result by names; of several bare tensors the one with a single number is the loss."""
     if hasattr(output, "items"):
         return output
     listed = output if isinstance(output, tuple) else (output,)
@@ -49,7 +48,7 @@ def floats_of(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def same_floats(expected: Any, actual: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """Yield name, tensor and the other output's of that name; what only another pipeline stage has is left out."""
+    """Yield name, tensor and the other output's tensor of that name; entries of other stages are left out."""
     actual = named(actual)
     for key, value in dict(named(expected).items()).items():
         if key in unavailable(actual):
@@ -64,26 +63,23 @@ def same_floats(expected: Any, actual: Any) -> Iterator[tuple[str, torch.Tensor,
 
 
 def total_loss(output: Any, lacking: Collection[str] = ()) -> torch.Tensor:
-    """Add up all losses of an output; for a model without one, weigh every element of a sample differently.
+    """Add up all losses of an output; without one, weigh each element of a sample differently, and average samples.
 
-    The second is a mean over samples, so that replicas and micro-batches average to the whole.
-
-    Args:
-        lacking: entries that do not count, since the last pipeline stage does not have them.
+    Entries that the last pipeline stage does not have (``lacking``) do not count.
     """
-    losses, others = _losses(output, lacking)
-    return torch.stack(losses or list(_weighed(others))).sum()
+    losses, entries = _losses(output, lacking)
+    return torch.stack(losses or list(_weighed(entries))).sum()
 
 
 @torch.no_grad()
 def size_of_loss(output: Any, lacking: Collection[str] = ()) -> float:
-    """Return how large the terms of :func:`total_loss` are, where they are weighed elements that may cancel; else 0."""
-    losses, others = _losses(output, lacking)
-    return 0.0 if losses else sum(each.item() for each in _weighed(others, of=torch.abs))
+    """Return the size of the terms of :func:`total_loss` if they are weighed elements, which may cancel; else 0."""
+    losses, entries = _losses(output, lacking)
+    return 0.0 if losses else sum(each.item() for each in _weighed(entries, of=torch.abs))
 
 
 def _losses(output: Any, lacking: Collection[str]) -> tuple[list[torch.Tensor], list[Any]]:
-    """Return the losses of an output, and all entries that are there."""
+    """Return the losses of an output, and all its entries."""
     present = {name: value for name, value in named(complete(output)).items() if name not in lacking}
     losses = [value for key, value in present.items() if str(key).endswith("loss") and value is not None]
     return losses, list(present.values())
@@ -113,30 +109,26 @@ TOLERANCES: dict[torch.dtype, float] = {
     torch.float16: 2e-2,
     torch.bfloat16: 8e-2,
 }
-"""Largest difference of outputs that other orders of adding up explain, as a part of the largest element."""
+"""Largest difference of outputs that follows from another order of adding up, relative to the largest element."""
 OF_GRADIENTS = 10
-"""Gradients have passed through every layer twice: times so much."""
+"""Factor for gradients, which have passed through every layer twice."""
 
 
 class Distance(NamedTuple):
-    """Largest difference, as a part of the largest expected element; ``problem``: why it cannot be measured."""
+    """Largest difference, relative to the largest expected element; ``problem``: the reason if there is no number."""
 
     relative: float
     problem: str = ""
 
 
 def tolerance_of(*dtypes: torch.dtype) -> float:
-    """Return what rounding explains where all of these dtypes take part."""
+    """Return the tolerance for the rounding of these dtypes together."""
     return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
 
 
 @torch.no_grad()
 def measure(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> Distance:
-    """Compare two tensors of any dtype; both are only read.
-
-    Args:
-        floor: the difference is a part of this number where no element of ``expected`` is larger.
-    """
+    """Compare two tensors of any dtype, relative to the largest element of ``expected``, or to ``floor``."""
     if actual.shape != expected.shape:
         return Distance(math.inf, f"shape {list(actual.shape)}, the plain model's is {list(expected.shape)}")
     actual = actual.detach().to(expected.device)
@@ -159,7 +151,7 @@ def measure(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) ->
 
 
 def gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, or of those of a group, in their order."""
+    """Return the values of all ranks, or of a group's ranks, in their order."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
@@ -173,15 +165,15 @@ def of_first(mine: Any) -> Any:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """Return the tensor, put together where FSDP has sharded it over replicas."""
+    """Return the tensor, gathered if FSDP has sharded it over replicas."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def local_part(plan: Plan, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return what rank ``rank`` of :attr:`Plan.shards` holds of the plain model's parameter (or gradient) ``name``."""
+def local_part(plan: Plan, name: str, full: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the shard of parameter (or gradient) ``name`` that rank ``rank`` of :attr:`Plan.shards` holds."""
     layout = plan.tensors[plan.canonical(name)].layout
-    return whole if layout is None else layout.shard(whole, rank)
+    return full if layout is None else layout.shard(full, rank)
 
 
 class Slices:
@@ -203,8 +195,7 @@ class Slices:
     ) -> Distance | None:
         """Return the distance of this rank's tensor to its part of the plain model's; None if no cut has its shape.
 
-        Args:
-            planned: the plan of the module, whose own layout is tried first.
+        A column-parallel layer's layout (``planned``) is taken without a search.
         """
         if actual.shape == expected.shape:
             return measure(actual, expected, floor)
@@ -228,7 +219,7 @@ class Slices:
         return best
 
     def _cuts_of(self, size: int, local: int) -> list[torch.Tensor]:
-        """The indices along a dim of ``size`` that make ``local``, without doubles."""
+        """Return the cuts of a dim of ``size`` that have ``local`` indices."""
         key = (size, local)
         if key not in self._cuts:
             found = (
@@ -243,20 +234,18 @@ class Slices:
         for layout in self._layouts if shards.size > 1 else ():
             rank = tp.rank if layout.axis_size == tp.size else shards.rank
             yield from _spread(layout.ranges(rank), layout.size, size)
-        for axis in (tp, cp):
-            if axis.size > 1:
-                yield [even_shards(size, axis.size)[axis.rank]]
+        both, inner, outer = tp.size * cp.size, tp.rank * cp.size + cp.rank, cp.rank * tp.size + tp.rank
+        for count, rank in ((tp.size, tp.rank), (cp.size, cp.rank), (both, inner), (both, outer)):
+            if count > 1:
+                yield [even_shards(size, count)[rank]]
         if cp.size > 1:
             for zigzag in (False, True):
                 rows = rows_layout(size, cp.size, zigzag=zigzag)
                 yield from [list(rows.ranges(cp.rank))] if rows is not None else []
-        if tp.size > 1 and cp.size > 1:
-            yield [even_shards(size, tp.size * cp.size)[tp.rank * cp.size + cp.rank]]
-            yield [even_shards(size, tp.size * cp.size)[cp.rank * tp.size + tp.rank]]
 
 
 def _spread(ranges: Sequence[tuple[int, int]], of: int, size: int) -> Iterator[list[tuple[int, int]]]:
-    """Ranges of a dim of ``of`` elements on one of ``size``: with wider or narrower units, or repeated."""
+    """Yield ranges of a dim of ``of`` elements on one of ``size``: with wider or narrower units, or repeated."""
     if not of:
         return
     if size % of == 0:

@@ -1,4 +1,4 @@
-"""Recording: what each module is given and returns in a forward, its gradients; and what travels between ranks."""
+"""Recording of the inputs, outputs and gradients of each module in a forward; and of collectives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from autopar.tools.verification.report import Traffic
 
 @dataclass
 class Entry:
-    """One call of a module: what it was given (``input``) or returned (``output``), by name, and gradients.
+    """Arguments (``input``) or results (``output``) of one call of a module by name, and their gradients.
 
-    ``call``: number of calls before; ``readers``: name of an output -> paths of modules that were given it.
+    ``call``: number of earlier calls; ``readers``: name of an output -> paths of modules that read it.
     """
 
     path: str
@@ -35,11 +35,7 @@ class Entry:
 
 
 class Recording:
-    """The record of one model.
-
-    Attributes:
-        entries: in the order in which they came.
-    """
+    """The record of one model: :attr:`entries` in order."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -75,7 +71,7 @@ class Recording:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[Recording]:
-    """Record all calls of modules of ``model`` inside; what checkpointing computes again is left out."""
+    """Record all calls of modules of ``model`` inside, without recomputation in a backward."""
     recording = Recording()
 
     def before(path: str, args: Any, kwargs: Any) -> None:
@@ -145,7 +141,7 @@ class _Recorder(TensorTracking):
         return function(*args, **(kwargs or {}))
 
     def note(self, name: str, args: Any) -> None:
-        """Note a call: what a rank gives is the smallest of its tensors."""
+        """Note a call; a rank contributes the smallest of its tensors."""
         if tensors := list(tensors_in(args)):
             own = min(tensors, key=lambda tensor: tensor.numel())
             self.found.append(Collective(name, own.numel(), own.dtype))
@@ -153,7 +149,7 @@ class _Recorder(TensorTracking):
 
 @contextmanager
 def recording_of(axis: Axis | None = None) -> Iterator[list[Collective]]:
-    """Record inside what torch's process groups carry, and what memory that the ranks of ``axis`` share does."""
+    """Record the collectives inside, of torch's process groups and of the memory that the ranks of ``axis`` share."""
     transport: Any = None if axis is None else axis.transport
     with _Recorder() as recorder:
         if transport is None:

@@ -1,4 +1,4 @@
-"""The report of ``verify``: what was compared, the first module that differs, memory and traffic. Plain data."""
+"""The report of ``verify``: comparisons, the first module that differs, memory and traffic. Plain data."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Row:
     Attributes:
         check: ``plan``, ``weights``, ``forward``, ``backward``, ``step``, ``generate``, ``save``, ``reshard`` or
             ``dropout``.
-        what: was compared: ``logits``, ``loss``, ``worst gradient`` ...
-        holds: None where it was left out, for the reason in ``note``.
-        difference: the largest one, as a part of the largest expected element; None where there is no number.
-        allowed: how large it may be.
-        name: of the tensor with the largest difference, if there are several.
-        note: what is wrong, or why it was left out.
-        rank: on which it was found.
-        failing, of: how many tensors differ, of how many.
+        what: The compared values: ``logits``, ``loss``, ``worst gradient`` ...
+        holds: The verdict; None if it was left out, for the reason in ``note``.
+        difference: The largest difference, relative to the largest expected element; None if it has no number.
+        allowed: The limit of ``difference``.
+        name: The tensor with the largest difference, if there are several.
+        note: The problem, or the reason why it was left out.
+        rank: The rank with the largest difference.
+        failing, of: Numbers of tensors that differ, and of all.
     """
 
     check: str
@@ -63,10 +63,10 @@ class Culprit:
     """Where the parallelized model first differs from the plain one.
 
     Attributes:
-        module: path of the module; ``""``: the model as a whole, or the loss.
-        found: what differs there, in words.
-        lines: ``file:line: rule`` of the policy, of this module and those that it computes with.
-        modules: every module that may be meant, the likeliest first: readers of one tensor have one gradient.
+        module: Path of the module; ``""`` for the model itself, or the loss.
+        found: The difference in words.
+        lines: ``file:line: rule`` of the policy, of this module and the modules that it computes with.
+        modules: Every module that may be meant, the likeliest first: readers of one tensor have one gradient.
     """
 
     module: str
@@ -102,16 +102,16 @@ class Report:
     """The findings of :func:`autopar.verify`; the same on every rank.
 
     Attributes:
-        model: class of the model; ``parameters``: how many it has.
-        policy: name and place of the policy.
-        mesh: axis -> size.
-        dtype: that the plain model computes in.
+        model: Class of the model; ``parameters`` is the number of its parameters.
+        policy: Name and place of the policy.
+        mesh: Size of each axis.
+        dtype: Dtype of the plain model.
         device: ``cpu`` or ``cuda``.
-        rows: the comparisons, in order.
-        culprit: where the first difference is; None if there is none, or it is not in a module.
-        memory: of each rank; ``plain_memory``: of one process with the plain model.
-        traffic: of a step, by kind.
-        seconds: that it took.
+        rows: The comparisons, in order.
+        culprit: The first difference; None if there is none, or it is not in a module.
+        memory: Bytes of each rank; ``plain_memory``: of one process with the plain model.
+        traffic: Collectives of a step, by kind.
+        seconds: Duration.
     """
 
     model: str

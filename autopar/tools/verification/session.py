@@ -41,7 +41,7 @@ _LAYERS = re.compile(r"layer_?drop")
 
 
 class Rate(NamedTuple):
-    """One rate: the path of its module (``config`` for all configs), the object that has it, name and value."""
+    """A rate; ``place`` is the path of its module, or ``config`` for all configs."""
 
     place: str
     owner: Any
@@ -49,7 +49,7 @@ class Rate(NamedTuple):
     value: float
 
     def set(self, value: float) -> None:
-        """Set it; some are declared as integers, which 0 is as well."""
+        """Set the rate; configs may declare it as an integer, which 0 is as well."""
         setattr(self.owner, self.name, type(self.value)(0) if value == 0 else float(value))
 
 
@@ -74,7 +74,7 @@ def rates(model: nn.Module) -> list[Rate]:
 
 
 def switch_off(model: nn.Module) -> list[Rate]:
-    """Set all rates to 0; returns them as they were."""
+    """Set all rates to 0, and return them as they were."""
     found = rates(model)
     for rate in found:
         rate.set(0)
@@ -83,16 +83,13 @@ def switch_off(model: nn.Module) -> list[Rate]:
 
 @contextmanager
 def switched_on(models: Sequence[nn.Module], known: Sequence[Rate], default: float) -> Iterator[bool]:
-    """Switch dropout on inside, with the rates that were ``known``; gives whether any is on.
+    """Switch dropout on inside, with the ``known`` rates, or the ``default`` if all were off; give whether any is on.
 
-    Whole layers are not dropped: which of them are, the plain model's generator and the parallel one's tell apart.
-
-    Args:
-        default: for all dropouts of the modules, where the model had none that was on.
+    No layers are dropped, since both models would drop different ones.
     """
     values = {(rate.place, rate.name): rate.value for rate in known if rate.value and not _LAYERS.search(rate.name)}
     if all(place == "config" and "att" not in name for place, name in values):
-        values = {}  # modules have copied theirs, and the others belong to no module
+        values = {}  # modules have copied theirs, and the rest belongs to no module
     found = [rate for model in models for rate in rates(model)]
     for rate in found:
         own = default if rate.place != "config" and rate.name in _USUAL else 0.0
@@ -108,24 +105,22 @@ _RATE = 1e-2  # of learning: a step changes fp32 weights by much more than their
 
 
 class PlainModelError(Exception):
-    """The plain model does not run: nothing can be compared."""
+    """The plain model does not run, so nothing can be compared."""
 
 
 class Session:
     """Both models on this rank.
 
     Args:
-        model: whole; it is only read.
-        config, policy: as for ``initialize``.
-        batches: arguments of the model, for all replicas together.
+        model: The full model, which is only read.
+        batches: Arguments of the model, for all replicas together.
 
     Attributes:
-        plain, parallel: both without dropout; ``rates``: what they had, and of which owners in each.
-        tolerance: what rounding explains.
-        exact: whether weights are kept in the plain model's dtype; ``allowed``: how far they may be from its own.
-        lacking: entries of the outputs that the last stage does not have (:meth:`find_lacking`).
-        piped: whether batches go through ``execute_pipeline``, over stages or replicas.
-        sent: collectives of the last batch and the step; ``memory``, ``plain_memory``: after the step.
+        rates: The rates of dropout that ``plain`` and ``parallel`` had; both are without.
+        exact: True if weights keep the plain model's dtype; ``allowed`` is the largest difference of weights.
+        lacking: Entries of the outputs that the last stage does not have (:meth:`find_lacking`).
+        piped: True if batches go through ``execute_pipeline``, over stages or replicas.
+        sent: Collectives of the last batch and the step.
     """
 
     def __init__(
@@ -193,12 +188,12 @@ class Session:
     # -- training --------------------------------------------------------------------------------------------------
 
     def find_lacking(self) -> None:
-        """Find entries of the outputs that the last stage does not have: no loss is made of them."""
+        """Find entries of the outputs that the last stage does not have; no loss is made of them."""
         if self.mpu.pp.size > 1 and not self.has_loss:
             self.lacking = unavailable(self.evaluate(self.parallel, self.own_part(self.batches[0])))
 
     def train_plain(self, number: int) -> tuple[Any, torch.Tensor]:
-        """Run forward and backward of the plain model on one batch; returns outputs and loss."""
+        """Run forward and backward of the plain model on one batch; return outputs and loss."""
         self.plain.train()
         losses = []
         for part in range(self.parts):
@@ -211,7 +206,7 @@ class Session:
 
     @contextmanager
     def drawing_as_stages(self) -> Iterator[None]:
-        """Let the plain model draw at random what the stages of the parallel one draw for one micro-batch."""
+        """Let the plain model draw the random numbers of the parallel model's stages for one micro-batch."""
         if self.stages is None or self.stages.stages == 1:
             yield
             return
@@ -221,20 +216,16 @@ class Session:
                 yield
 
     def loss_of(self, output: Any) -> torch.Tensor:
-        """Return the loss: the model's own over replicas and micro-batches, else whatever can be differentiated."""
+        """Return the model's loss over replicas and micro-batches, else the sum of all that can be differentiated."""
         own = loss_in(output) if self.piped else None
         return total_loss(output, self.lacking) if own is None else own
 
     def criterion(self, outputs: Any, inputs: Batch) -> torch.Tensor:
-        """Return the loss of a micro-batch of a model that has none of its own."""
+        """Return the loss of a micro-batch of a model without a loss."""
         return total_loss(outputs, self.lacking)
 
     def train_parallel(self, number: int) -> tuple[Any, torch.Tensor | None]:
-        """Run forward and backward of the parallel model on one batch, of which each replica takes its part.
-
-        Returns:
-            Outputs of this replica, and the loss; None where another stage has them.
-        """
+        """Run forward and backward on this replica's part of a batch; return outputs and loss, None on other stages."""
         self.parallel.train()
         reseed(number)
         batch = copy.deepcopy(self.own_part(self.batches[number]))
@@ -251,7 +242,7 @@ class Session:
         return output, loss.detach()
 
     def mean_loss(self, number: int, loss: torch.Tensor) -> torch.Tensor:
-        """Return the mean of the replicas' losses of a batch, each counting by its labels, as its gradients do."""
+        """Return the mean of the replicas' losses of a batch, weighted by their labels, as gradients are."""
         dp = self.mpu.dp
         if dp.size == 1:
             return loss
@@ -275,7 +266,7 @@ class Session:
 
 
 class _Dtypes(TensorTracking):
-    """Notes the dtypes of what is computed."""
+    """Note the dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,11 +278,7 @@ class _Dtypes(TensorTracking):
 
 @contextmanager
 def switching(model: nn.Module, plan: StagePlan, streams: Callable[[], Streams]) -> Iterator[None]:
-    """Let a plain model draw as its stages do: hooks switch the streams where a stage begins.
-
-    Args:
-        streams: returns those of the micro-batch that runs.
-    """
+    """Let a plain model draw as its stages do: hooks switch the micro-batch's ``streams`` where a stage begins."""
     modules = dict(model.named_modules(remove_duplicate=False))
     hooks: list[Any] = []
 

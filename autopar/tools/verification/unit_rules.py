@@ -1,8 +1,8 @@
 """Rules of a policy that give a rank other units than the rules around them, found by a trace without data.
 
 A layer that is sharded by a wrong rule returns exactly the shard that its rule describes, so a comparison finds the
-first difference later: where the features meet those of other layers. The trace of policy derivation says which
-features meet. Layers whose features meet must lie on the same rank.
+first difference later, where its features meet another layer's. Features that meet, by the trace of policy derivation,
+must lie on the same rank.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _Line = tuple[str, list[int], list[int]]
 
 
 def contradicting_layers(model: nn.Module, plan: Plan) -> list[str]:
-    """Return the layers whose shards hold other units than most layers that they compute with.
+    """Return the layers whose shards hold other units than most layers that they compute with, or both of two layers.
 
-    If it is not clear which of two layers is wrong, both are returned. Empty if nothing contradicts, if all layers do,
-    or if no trace of the model can be made.
+    Empty if nothing contradicts, if all layers do, or if no trace of the model can be made.
     """
     try:
         with kept():
@@ -75,7 +74,7 @@ def _lines(seen: Trace, plan: Plan) -> Iterator[_Line]:
 
 
 def _contradicting(lines: list[_Line]) -> list[str]:
-    """Return the layers that divide a unit among ranks; of the others those that do not place it where most do."""
+    """Return the layers that divide a unit among ranks, and those that do not place it where most layers do."""
     holders: dict[int, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # unit -> layer -> ranks
     on_several = {unit for _, units, ranks in lines if not ranks for unit in units}
     for path, units, ranks in lines:

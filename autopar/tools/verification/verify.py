@@ -1,9 +1,8 @@
 """``verify``: run a model plain and parallelized on the same inputs, and report whether they are the same.
 
-It starts processes, one for each rank, which meet at a file and share the model that this process has. On the CPU they
-are forks, so a model, a policy or a class that exists in this process only is there, and its memory is held once. CUDA
-and process groups do not survive a fork: there they are new processes, to which everything is pickled. On the ranks of
-a job the checks run one after another: one verdict on all ranks, the culprit of the first failure.
+It starts a process for each rank. On the CPU they are forks, so they know a model, a policy or a class that exists in
+this process only, and its memory is held once. CUDA and process groups do not survive a fork: then everything is
+pickled to new processes. All ranks get the same verdict, and the culprit of the first failure.
 """
 
 from __future__ import annotations
@@ -63,27 +62,27 @@ def verify(
 ) -> Report:
     """Compare ``model`` with what ``initialize`` would make of it: outputs, gradients, a step, tokens, checkpoints.
 
-    It starts processes of its own. In a job of several ranks (torchrun) it takes those instead: every rank calls it
-    with the same arguments, and gets the same report. The model is only read.
+    Without torchrun it starts processes. In a job of several ranks every rank calls it with the same arguments, and
+    gets the same report. The model is only read.
 
     Args:
-        model: in memory, with weights. Dropout is off while it is compared, but for the check of dropout.
-        config, policy: as for :func:`autopar.initialize`.
-        batches: arguments of the model's forward, a dict each, of all replicas together, with labels if there shall be
-            a loss; rank 0's count. By default two are made at random, for Hugging Face models.
-        checks: some of ``weights``, ``forward``, ``generate``, ``save``, ``reshard``, ``backward``, ``step`` and
-            ``dropout``; by default all.
-        data_parallel_size: replicas that processes are started for, at least as many as share experts.
-        sequence: tokens of the samples that are made.
-        device: ``cpu``, or ``cuda`` with a GPU for each rank; of the processes that are started.
-        timeout: seconds for them.
+        model: The model in memory, with weights. Dropout is off except for the check of dropout.
+        config, policy: Configuration and policy of :func:`autopar.initialize`.
+        batches: Dicts of the forward's arguments, of all replicas together, with labels for a loss; rank 0's are used.
+            Default: two random ones, for Hugging Face models.
+        checks: Some of ``weights``, ``forward``, ``generate``, ``save``, ``reshard``, ``backward``, ``step`` and
+            ``dropout``. Default: all.
+        data_parallel_size: Replicas to start processes for; at least as many as share experts.
+        sequence: Tokens of the samples that are made.
+        device: ``cpu``, or ``cuda`` with a GPU for each rank, of started processes.
+        timeout: Seconds for started processes.
 
     Returns:
         The :class:`~autopar.tools.verification.report.Report`: ``report.ok``, ``report.raise_if_failed()``,
         ``report.to_dict()``; it prints as a table.
 
     Raises:
-        ConfigError: the call is wrong, or no inputs are known for the model. A refusal of ``initialize`` is a row of
+        ConfigError: The call is wrong, or no inputs are known for the model. A refusal of ``initialize`` is a row of
         the report, not an error.
     """
     if device not in ("cpu", "cuda"):
@@ -115,7 +114,7 @@ def verify(
             )
         if job == 1:
             return run_on_ranks(work, world, device=device, timeout=timeout)
-        with kept():  # the script goes on with its own random states
+        with kept():  # the script continues with its random states
             return work()
 
 
@@ -145,11 +144,7 @@ _NEEDS = {"step": "backward", "backward": "forward", "generate": "forward"}  # w
 
 
 def checks_of(wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the checks to run, in their order; ``step`` brings ``backward`` along.
-
-    Raises:
-        ConfigError: one is unknown.
-    """
+    """Return the checks to run, in order; ``step`` includes ``backward``. Raise ConfigError if one is unknown."""
     for name in wanted or ():
         if name not in CHECKS:
             raise ConfigError(f"there is no check '{name}'.{nearest(name, CHECKS)} Known: {', '.join(CHECKS)}")
@@ -170,14 +165,14 @@ def verify_on_ranks(
     """Compare on the ranks of a job that runs; every rank calls it with the same arguments.
 
     Args:
-        model: whole, only read; all ranks take the weights and batches of rank 0.
-        change: called with the session before the first check.
-        alarm: called on a rank that raises an error, while others may wait for it, with what it knows.
+        model: The full model, which is only read; all ranks take the weights and batches of rank 0.
+        change: Function that is called with the session before the first check.
+        alarm: Function for the report of a rank that raises an error, while other ranks may wait for it.
     """
     start = time.monotonic()
     start_process_group()
     empty = _empty_report(model, config)
-    shared = of_first([dict(batch) for batch in batches])  # a script may have drawn others on each rank
+    shared = of_first([dict(batch) for batch in batches])  # a script may draw different ones on each rank
     _check_parts(shared, config)
     try:
         session = Session(model, config, policy, shared)
@@ -213,11 +208,7 @@ def verify_on_ranks(
 
 
 def _check_parts(batches: Sequence[Batch], config: ParallelConfig) -> None:
-    """Check that replicas that share experts get equally many samples: each takes part in all forwards of the others.
-
-    Raises:
-        ConfigError: a batch does not divide.
-    """
+    """Raise ConfigError if replicas that share experts get unequal numbers of samples, since all run each forward."""
     replicas, ep = config.data_parallel_size(dist.get_world_size()), config.expert_parallel_size
     if ep <= config.tensor_parallel_size:
         return
@@ -231,7 +222,7 @@ def _check_parts(batches: Sequence[Batch], config: ParallelConfig) -> None:
 
 
 def _empty_report(model: nn.Module, config: ParallelConfig) -> Report:
-    """Make a report of the facts that are known before anything can fail."""
+    """Return a report of the facts that are known before anything can fail."""
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
     dtype = ", ".join(kinds) or "no parameters"
     dtype += f", precision {config.precision}" if config.precision != "fp32" else ""
@@ -283,7 +274,7 @@ def _culprit_of(session: Session, error: Exception) -> Culprit | None:
 
 
 def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], Exception | None]:
-    """The rows of a check, the same on all ranks; and the error of this rank, if it raised one."""
+    """Return the rows of a check, identical on all ranks; and the error of this rank, if it raised one."""
     error: Exception | None = None
     try:
         mine = _CHECKS[check](session)
@@ -303,9 +294,9 @@ def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], 
 
 
 Work = Callable[..., Report]
-"""Done on each rank; its ``alarm`` is to be called with a report when the rank fails while others may wait for it."""
+"""Work of each rank; it calls its ``alarm`` with a report where the rank fails while other ranks may wait for it."""
 
-_GRACE = 20.0  # seconds that the others of a rank that failed get to come to the same verdict
+_GRACE = 20.0  # seconds for the other ranks to come to the verdict of a failed rank
 _PATIENCE = timedelta(minutes=10)
 
 
@@ -315,15 +306,11 @@ def forks(device: str) -> bool:
 
 
 def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float = 1800.0) -> Report:
-    """Do ``work`` on ``world`` processes; return the report of rank 0, or of the rank that failed while others waited.
-
-    Args:
-        device: ``cpu``: gloo; ``cuda``: nccl, a GPU for each.
-        timeout: seconds for all of it.
+    """Do ``work`` on ``world`` processes within ``timeout`` seconds; return the report of rank 0, or of a failed rank.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks.
-        VerificationError: a process died, or did not end in time. Other errors of autopar as they were raised there.
+        ConfigError: There are fewer GPUs than ranks.
+        VerificationError: A process died, or did not end in time. Other errors of autopar as they were raised there.
     """
     if device == "cuda" and torch.cuda.device_count() < world:
         raise ConfigError(
@@ -352,13 +339,13 @@ def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float 
 
 @contextlib.contextmanager
 def _garbage_left_alone() -> Iterator[None]:
-    """Let a fork collect nothing of this process: the end of a process group waits for its threads, which stay here."""
+    """Let a fork collect no objects of this process: a process group's end waits for threads, which stay here."""
     gc.collect()
     frozen = gc.get_freeze_count() > 0  # by the caller, and to stay so
     gc.freeze()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: none of theirs is used
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads: none of theirs is used
             yield
     finally:
         if not frozen:
@@ -398,7 +385,7 @@ def _collect(pipes: dict[int, Any], processes: list[Any], limit: float, timeout:
 
 
 def _main(work: Work, rank: int, world: int, folder: str, device: str, pipe: Any) -> None:
-    """Be one rank. It ends without destructors: a peer may be gone."""
+    """Run one rank. It ends without destructors, since a peer may be gone."""
     torch.set_num_threads(1)  # also because threads of the process that was forked are not here
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
