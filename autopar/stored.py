@@ -87,9 +87,11 @@ class StoredWeight(Protocol):
 
     def check_dtype(self, path: str, dtype: torch.dtype) -> None:
         """Raise ConfigError if the layer at ``path`` cannot multiply inputs of this dtype."""
+        return
 
     def keep_form(self, keep: bool) -> None:
         """Keep evaluation from storing the weight in another form, or allow it again."""
+        return
 
     def drop(self) -> None:
         """Free the memory of the weight."""
