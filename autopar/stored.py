@@ -30,7 +30,7 @@ class Kind:
     Attributes:
         form: The name of the form, for messages and plans.
         block: Elements along each dim, next to each other, that must be on one rank.
-        takes_rows: Whether the layer computes a number from all inputs of a token.
+        takes_rows: True if the layer computes a number from all inputs of a token.
     """
 
     form: str
@@ -56,7 +56,7 @@ class StoredWeight(Protocol):
     Attributes:
         kind: The form of the weight.
         shape: The shape of the weight, ``(out, in)``.
-        pending: Whether it has no memory yet, and :meth:`materialize` makes it.
+        pending: True if it has no memory yet, and :meth:`materialize` makes it.
         hidden: Attributes of the layer that hold tensors of the weight, too.
         dtype: The dtype of a parameter that looks like the weight and has no memory; None if the parameter has some.
     """

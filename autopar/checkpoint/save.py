@@ -337,7 +337,7 @@ class Snapshot:
         report: The facts for the manifest, as JSON: dtypes and parameters among all tensors that this rank holds, plans
             of the other parts, the optimizer's metadata, the scheduler, the user's data, the random state.
         extra: The user's data on this rank.
-        fsdp: Whether the model's tensors are sharded over the replicas; the same on every rank.
+        fsdp: True if the model's tensors are sharded over the replicas; the same on every rank.
         tensors: part -> name -> the rows that this rank writes, after :meth:`cut`.
         rows: part -> name -> the place of these rows in the shard, unless they are all.
     """
