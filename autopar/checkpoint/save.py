@@ -213,7 +213,8 @@ class Writer:
         """Make the temporary folder, on rank 0; return its path and the id of the save."""
         self.staging = Staging(Path(self.request.directory))
         folder = self.staging.temp / (_SHARDS if self.request.merge_checkpoints else "")
-        folder.mkdir(exist_ok=True)
+        if self.request.merge_checkpoints:
+            folder.mkdir()
         return [str(folder), self.staging.id]
 
     def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:

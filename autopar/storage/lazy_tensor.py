@@ -301,8 +301,8 @@ def reshaped(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor:
 class Reshaped(LazyTensor):
     """The elements of ``base`` in their order, in another shape.
 
-    Of each group of dims that are split or folded together, the elements from the first needed to the last are read:
-    of a weight with a scale for each block, rows and columns of blocks.
+    A read covers, in each group of dims that are split or folded together, the elements from the first needed to the
+    last one: rows and columns of blocks of a weight with a scale for each block.
     """
 
     def __init__(self, base: LazyTensor, shape: Sequence[int]) -> None:
