@@ -76,8 +76,8 @@ def from_pretrained(
             float32 for a model with an optimizer, if the run that saved them kept float32 weights next to
             half-precision ones (``precision``) and this config does not. Weights that transformers keeps in float32
             stay in it.
-        strict: Whether to raise if the checkpoint lacks a tensor or holds one that the model does not know.
-        verify: Whether to compare the checksums of a folder that ``save_parallelized`` wrote, including its config; the
+        strict: True to raise if the checkpoint lacks a tensor or holds one that the model does not know.
+        verify: True to compare the checksums of a folder that ``save_parallelized`` wrote, including its config; the
             ranks share the work.
         kwargs: Arguments of transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...
 

@@ -29,7 +29,7 @@ class Kind:
     Attributes:
         form: The name of the form, for messages and plans.
         block: Elements along each dim, next to each other, that must be on one rank.
-        takes_rows: Whether the layer computes a number from all inputs of a token.
+        takes_rows: True if the layer computes a number from all inputs of a token.
     """
 
     form: str
@@ -55,7 +55,7 @@ class StoredWeight(Protocol):
     Attributes:
         kind: The form of the weight.
         shape: The shape of the weight, ``(out, in)``.
-        pending: Whether it has no memory yet, and :meth:`materialize` makes it.
+        pending: True if it has no memory yet, and :meth:`materialize` makes it.
         hidden: Attributes of the layer that hold tensors of the weight, too.
         dtype: The dtype of a parameter that looks like the weight and has no memory; None if the parameter has some.
     """
@@ -86,9 +86,11 @@ class StoredWeight(Protocol):
 
     def check_dtype(self, path: str, dtype: torch.dtype) -> None:
         """Raise ConfigError if the layer at ``path`` cannot multiply inputs of this dtype."""
+        return
 
     def keep_form(self, keep: bool) -> None:
         """Keep evaluation from storing the weight in another form, or allow it again."""
+        return
 
     def drop(self) -> None:
         """Free the memory of the weight."""

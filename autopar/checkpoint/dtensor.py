@@ -51,7 +51,7 @@ def to_dtensor_state_dict(model: nn.Module, *, aliases: bool = False) -> dict[st
     use ``save_parallelized(..., merge_checkpoints=True)`` for files in Hugging Face's form.
 
     Args:
-        aliases: Whether to list tied tensors under each of their names, as ``model.state_dict()`` does; otherwise under
+        aliases: True to list tied tensors under each of their names, as ``model.state_dict()`` does; otherwise under
             the name that ``save_pretrained`` keeps.
 
     Raises:

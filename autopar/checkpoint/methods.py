@@ -60,7 +60,7 @@ def save_parallelized(
 
     Args:
         directory: The folder to make, on a file system that all nodes share. Also called ``save_directory``.
-        merge_checkpoints: Whether to write the files of the reference model's ``save_pretrained`` instead of shards.
+        merge_checkpoints: True to write the files of the reference model's ``save_pretrained`` instead of shards.
         max_shard_size: The largest size of a file of weights, with ``merge_checkpoints``.
         format: ``safetensors`` or ``bin``, with ``merge_checkpoints``.
         timeout: The seconds to wait for the other ranks to call.
@@ -72,9 +72,9 @@ def save_parallelized(
             gets its shards back, on any mesh.
         keep_last: The number of checkpoints of the same series (``step-100``, ``step-200``) that remain, the ones saved
             last. Files in the folders of removed ones that no save has written stay there.
-        async_save: Whether to copy to host memory, return, and write in the background. The next call raises an error
+        async_save: True to copy to host memory, return, and write in the background. The next call raises an error
             of it and does nothing else, or ``model.wait_for_save()`` does: call that at the end of the script.
-        adapter_only: Whether to write the adapters of a ``PeftModel`` alone, in the files of
+        adapter_only: True to write the adapters of a ``PeftModel`` alone, in the files of
             ``PeftModel.save_pretrained``. Other files in the folder stay there. Works with ``timeout`` only.
         tokenizer: A tokenizer or processor whose files go into the folder, so that a pipeline reads it as it is.
         others: Other arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
@@ -140,7 +140,7 @@ def from_parallelized(
             every rank is restored as well.
         lr_scheduler: A scheduler that gets the saved ``state_dict()``.
         extra: A dict that receives the saved ``extra``.
-        verify: Whether to read every byte once first, each rank a share, and compare checksums.
+        verify: True to read every byte once first, each rank a share, and compare checksums.
 
     Raises:
         CheckpointError: The same on every rank, with the model as it was before: the checkpoint is incomplete, damaged,

@@ -65,9 +65,9 @@ def merge_checkpoint(
         max_shard_size: The largest size of a file of weights; a larger tensor gets a separate file.
         format: ``safetensors`` or ``bin`` (``pytorch_model.bin``, which needs one file's tensors in memory at once).
         dtype: The dtype for floating-point tensors, for example ``bfloat16``; by default the saved one.
-        force: Whether to replace a checkpoint in ``destination``; other files there are kept.
-        verify: Whether to compare every checksum.
-        progress: Whether to show a progress bar; by default on a terminal.
+        force: True to replace a checkpoint in ``destination``; other files there are kept.
+        verify: True to compare every checksum.
+        progress: True to show a progress bar; by default on a terminal.
 
     Returns:
         ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
@@ -261,9 +261,9 @@ def reshard_checkpoint(
         source: The folder that ``save_parallelized`` wrote.
         destination: The folder to make; it appears when it is complete.
         tp, pp: The sizes of the new mesh.
-        optimizer: Whether to take the optimizer's state along, if there is one.
-        force: Whether to replace a checkpoint in ``destination``; other files there are kept.
-        progress: Whether to show a progress bar; by default on a terminal.
+        optimizer: True to take the optimizer's state along, if there is one.
+        force: True to replace a checkpoint in ``destination``; other files there are kept.
+        progress: True to show a progress bar; by default on a terminal.
 
     Returns:
         ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``

@@ -213,7 +213,8 @@ class Writer:
         """Make the temporary folder, on rank 0; return its path and the id of the save."""
         self.staging = Staging(Path(self.request.directory))
         folder = self.staging.temp / (_SHARDS if self.request.merge_checkpoints else "")
-        folder.mkdir(exist_ok=True)
+        if self.request.merge_checkpoints:
+            folder.mkdir()
         return [str(folder), self.staging.id]
 
     def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
@@ -337,7 +338,7 @@ class Snapshot:
         report: The facts for the manifest, as JSON: dtypes and parameters among all tensors that this rank holds, plans
             of the other parts, the optimizer's metadata, the scheduler, the user's data, the random state.
         extra: The user's data on this rank.
-        fsdp: Whether the model's tensors are sharded over the replicas; the same on every rank.
+        fsdp: True if the model's tensors are sharded over the replicas; the same on every rank.
         tensors: part -> name -> the rows that this rank writes, after :meth:`cut`.
         rows: part -> name -> the place of these rows in the shard, unless they are all.
     """

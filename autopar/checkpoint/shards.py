@@ -218,7 +218,7 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
 
     Args:
         directory: The folder that ``save_parallelized``, ``split`` or ``reshard`` wrote.
-        progress: Whether to show a progress bar; by default on a terminal.
+        progress: True to show a progress bar; by default on a terminal.
 
     Returns:
         ``{"directory": str, "files": int, "tensors": int, "bytes": int, "problems": [str]}``

@@ -104,12 +104,12 @@ class Staging:
 
     Args:
         target: The absolute path of the folder to make or to replace; a symbolic link stands for its target.
-        replace: Whether a checkpoint that is already there may be replaced.
+        replace: Permission to replace a checkpoint that is already there.
 
     Attributes:
         id: The random token of this save.
         temp: The folder to write into; it exists.
-        committed: Whether :meth:`commit` has put it in the target's place.
+        committed: True once :meth:`commit` has put it in the target's place.
 
     Raises:
         CheckpointError: The target must not be replaced, or no folder can be made next to it.

@@ -68,12 +68,12 @@ class ModelShard(_Shared):
     Called as a pre-hook of ``load_state_dict`` on that module; on a block it acts only if that is loaded by itself.
 
     Attributes:
-        plan: of the root model.
-        name: of the root model's class.
-        tensors: name in the root model's state dict -> plan of the tensor, without quantized weights.
-        prefix: of the module's names in the root model's state dict.
-        is_block: the module is part of a Hugging Face model, and may be all of another stage.
-        warned: the user was warned that an optimizer's state is a part.
+        plan: The plan of the root model.
+        name: The class of the root model.
+        tensors: Name in the root model's state dict -> plan of the tensor, without quantized weights.
+        prefix: The prefix of the module's names in the root model's state dict.
+        is_block: True for a part of a Hugging Face model, which may be all of another stage.
+        warned: True once the user was warned that an optimizer's state is a shard.
     """
 
     plan: Plan

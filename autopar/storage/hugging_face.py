@@ -1,8 +1,8 @@
 """The weight files of a Hugging Face checkpoint as lazy tensors: safetensors, or the files of ``torch.save``.
 
 ``from_pretrained`` renames, splits, stacks and permutes what it reads. A :class:`Sketch` looks to that code like the
-tensor in the file, but holds no data: each operation gives another sketch that knows its bytes. A view stays a
-description of byte ranges; any other result is computed from the real tensors whenever it is read.
+tensor in the file: each operation gives another sketch that knows its bytes. A view stays a description of byte
+ranges; any other result is computed from the real tensors whenever it is read.
 """
 
 from __future__ import annotations
@@ -140,12 +140,9 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 class Computed(LazyTensor):
-    """Output ``which`` of an operation, which is run again at each read: on the box alone if it is pointwise.
+    """Output ``which`` of an operation, of the form of the meta tensor ``like``, which is run again at each read.
 
-    Any other operation gets its full inputs: of its result no shard can be read by itself.
-
-    Args:
-        like: a meta tensor with the output's shape and dtype.
+    A pointwise one runs on the box alone; any other one needs its full inputs.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, which: int, like: torch.Tensor) -> None:

@@ -2,8 +2,7 @@
 
 Values that JSON does not have are objects with the key ``"$"``: ``{"$": "tuple", "items": [1, 2]}``. Tensors are left
 out of the JSON and named by their place (``extra.ema['wte.weight']``), or are base64 in it where they are small.
-Decoding builds values of the types listed here only, and checks everything first. ``torch.save`` refuses numpy arrays
-and frozensets, and writes the full storage for a view of two elements.
+Decoding checks everything first. ``torch.save`` refuses numpy arrays, and writes the full storage for a view of it.
 """
 
 from __future__ import annotations
@@ -35,16 +34,11 @@ _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozense
 
 
 def encode(value: object, where: str) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Return ``value`` as JSON, and the tensors in it by their place; :func:`decode` returns both.
+    """Return ``value`` as JSON, and the tensors in it, not copied, by their place; :func:`decode` returns both.
 
-    Args:
-        value: None, bool, int, float, str, list, tuple, dict, OrderedDict, Counter, set and frozenset (keys are
-            scalars), tensors, numpy scalars and arrays of numbers, ``torch.dtype`` and ``torch.Size``. A tensor is
-            detached, not copied; an ``nn.Parameter`` comes back as a tensor.
-        where: The name of the value, in errors and in the names of its tensors: ``extra``.
-
-    Raises:
-        CheckpointError: Any other value, with its place and type.
+    ``where`` is the name of the value, in errors and in the names of its tensors: ``extra``. Raises CheckpointError,
+    with place and type, unless the value is None, a number, text, a list, tuple, set or frozenset, a dict, OrderedDict
+    or Counter with scalars as keys, a tensor, an array of numbers, a ``torch.dtype`` or a ``torch.Size``.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encode(value, where, 0, tensors), tensors

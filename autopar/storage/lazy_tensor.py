@@ -36,11 +36,7 @@ _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
 
 
 class LazyTensor(ABC):
-    """A tensor that is read in boxes: a range along each dim.
-
-    Attributes:
-        bases: The lazy tensors that it is made of.
-    """
+    """A tensor that is read in boxes, a range along each dim; ``bases`` are the lazy tensors that it is made of."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, bases: Iterable[LazyTensor] = ()) -> None:
         self.shape = tuple(shape)
@@ -305,8 +301,8 @@ def reshaped(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor:
 class Reshaped(LazyTensor):
     """The elements of ``base`` in their order, in another shape.
 
-    Dims that are split or folded together are a group. Of each the elements from the first that is needed to the last
-    one are read: a weight with one scale for each block is read in rows of blocks, and in columns of blocks.
+    A read covers, in each group of dims that are split or folded together, the elements from the first needed to the
+    last one: rows and columns of blocks of a weight with a scale for each block.
     """
 
     def __init__(self, base: LazyTensor, shape: Sequence[int]) -> None:

@@ -78,10 +78,6 @@ class Entry(NamedTuple):
 class SafetensorsWriter(Closing):
     """Writes one file, which no call forces to the disk; a context manager. Tensors come in the order of :attr:`order`.
 
-    Args:
-        tensors: name -> (dtype, shape) of everything that the file will hold.
-        metadata: The strings of the header.
-
     Attributes:
         order: The names in the order of the file.
         checksums: name -> the checksum of the tensor.
@@ -151,12 +147,7 @@ class SafetensorsWriter(Closing):
 
 
 class SafetensorsReader(Closing):
-    """Reads one file with plain reads; a context manager.
-
-    Attributes:
-        metadata: The strings of the header.
-        entries: name -> :class:`Entry`, in the order of the header.
-        header: The checksum of everything before the first tensor.
+    """Reads one file with plain reads; a context manager. ``header`` is the checksum of what precedes the first tensor.
 
     Raises:
         CheckpointError: The header is malformed or does not describe the file.
