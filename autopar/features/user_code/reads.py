@@ -211,17 +211,12 @@ class Shard:
 
     name: str
     full: tuple[int, ...]  # shape of the full parameter
+    here: tuple[int, ...]  # shape of the shard
     layout: Layout
     rank: int  # place of this rank among those that hold the shards
     warned: set[tuple[str, int]]  # lines of user code that were warned, of all shards of the model
     axis: str  # tensor-parallel
     joins: bool  # whether autopar.whole gathers it; it does not with FSDP2, which shards it over replicas
-
-    @functools.cached_property
-    def here(self) -> tuple[int, ...]:
-        """Return the shape of the shard."""
-        dim = self.layout.dim
-        return (*self.full[:dim], self.layout.local_size(self.rank), *self.full[dim + 1 :])
 
     def held(self) -> str:
         """Return the part of the full parameter that is here, in words."""
@@ -309,9 +304,9 @@ def watch(model: nn.Module, plan: Plan, mpu: MPU) -> None:
         if own is None or own.layout is None or kind is None:
             continue
         rank, axis = (mpu.shards.rank, "expert") if name in plan.experts else (mpu.tp.rank, "tensor")
-        shard = Shard(own.name, tuple(own.shape), own.layout, rank, warned, f"{axis}-parallel", joins)
-        if shard.here != shard.full:
-            _become(parameter, kind, shard)
+        full, here = tuple(own.shape), tuple(parameter.shape)
+        if here != full:
+            _become(parameter, kind, Shard(own.name, full, here, own.layout, rank, warned, f"{axis}-parallel", joins))
 
 
 def unwatch(parameter: torch.Tensor) -> None:
