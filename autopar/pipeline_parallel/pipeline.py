@@ -307,8 +307,16 @@ class Pipeline:
             shares=shares,
             loss_of=self._loss_of(criterion, backward) if wants_loss else None,
             backward=backward,
-            defaults=self._defaults if backward else {},
+            defaults=self._defaults if backward and self._needs_no_cache(batch) else {},
         )
+
+    def _needs_no_cache(self, batch: dict[str, Any]) -> bool:
+        """Return whether transformers does the same without a cache; else it splits documents by ``position_ids``.
+
+        To do so, without a mask, it would wait for an accelerator.
+        """
+        masked = batch.get("attention_mask") is not None or self.mpu.device.type == "cpu"
+        return masked and not any(name.endswith("position_ids") for name in batch)
 
     def _loss_of(self, criterion: Callable[..., Any] | None, backward: bool) -> Callable[[Any, dict[str, Any]], Any]:
         blocks: dict[int, str] = {}
