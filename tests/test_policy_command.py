@@ -240,7 +240,7 @@ def test_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "no policy lists model_type 'renamed'" in result.stderr and "policy='derive'" in result.stderr
     for name, told in {
         "smal": "some_code.py has no class or function 'smal'. Did you mean 'small'?",
-        "takes": "takes needs layers; name a function without arguments",
+        "takes": "takes: missing a required argument: 'layers'; name a function without arguments",
         "Fails": "Fails cannot be built: RuntimeError: out of luck",
     }.items():
         result = fails("check", f"some_code.py:{name}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.cli.app import Json, Policy, app, errors, print_json
-from autopar.cli.tables import console, filled, lines, shape, size, table
+from autopar.cli.tables import filled, lines, shape, size
 from autopar.errors import listed
 
 if TYPE_CHECKING:
@@ -211,27 +211,16 @@ def in_words(layout: Layout | None) -> str:
 
 
 def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> None:
-    from rich.markup import escape
-
-    out = console()
-    mesh = _mesh(manifest)
-    tp, pp, *others = mesh.values()
-    out.print(
-        f"[bold]{escape(str(directory))}[/]: {escape(manifest.model_type)}, {manifest.total_parameters():,} parameters"
-    )
-    names = [f"{name} {size}" for name, size in zip([*mesh][2:], others, strict=True)]
-    out.print(f"tensor_parallel_size {tp}, pipeline_parallel_size {pp}, saved with {', '.join(names)}")
-    out.print(f"policy {escape(manifest.policy)}; {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
+    tp, pp, *others = (f"{name} {size}" for name, size in _mesh(manifest).items())
+    print(f"{directory}: {manifest.model_type}, {manifest.total_parameters():,} parameters")
+    print(f"{tp}, {pp}, saved with {', '.join(others)}")
+    print(f"policy {manifest.policy}; {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
     if manifest.training:
-        out.print(f"to go on training: {', '.join(sorted(manifest.training))}")
-    sizes = table("file", "size", "tensors", "state")
-    for file in files:
-        sizes.add_row(escape(file["name"]), size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
-    out.print(sizes)
-    print("\n".join(lines(filled(_HEADS, list(_tensors(manifest))))))
-
-
-_HEADS = ("tensor", "shape", "dtype", "layout", "saved in", "merged as")
+        print(f"to go on training: {', '.join(sorted(manifest.training))}")
+    sizes = [[file["name"], size(file["bytes"]), str(file["tensors"]), file["state"]] for file in files]
+    tensors = ("tensor", "shape", "dtype", "layout", "saved in", "merged as"), list(_tensors(manifest))
+    for heads, cells in ((("file", "size", "tensors", "state"), sizes), tensors):
+        print("\n".join(lines(filled(heads, cells))))
 
 
 def _tensors(manifest: Manifest) -> Iterator[list[str]]:

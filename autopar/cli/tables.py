@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Column, Table
 
 _WIDE = 10_000  # no line is folded
@@ -35,18 +34,11 @@ def filled(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return made
 
 
-def console(**options: Any) -> Console:
-    """Make a console on stdout: as wide as the terminal, and 160 columns where stdout is a file."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, **options)
-
-
 def lines(shown: Any, width: int | None = None) -> list[str]:
     """Return the lines of a table, or of what rich can show, without colors, blanks at their ends and empty lines.
 
     Args:
-        width: by default of the terminal; none, where stdout is a file.
+        width: Columns; by default of the terminal, unlimited if stdout is a file.
     """
     from rich.console import Console
 

@@ -55,7 +55,10 @@ def test_new_as_json() -> None:
     ("model", "message"),
     [
         ("lama", "'lama' is no folder with a config.json and no model type of transformers"),
-        (f"{ODD}:Mix", "Mix needs config; name a function without arguments that returns a model"),
+        (
+            f"{ODD}:Mix",
+            "Mix: missing a required argument: 'config'; name a function without arguments that returns a model",
+        ),
         (
             f"{ODD}:make_plain",
             "Linear is no Hugging Face model: 'policy new' needs a PreTrainedModel, of which the inputs",

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -30,26 +29,22 @@ from autopar import registry
 from autopar.compat.tensors import own_parameters
 from autopar.compat.transformers import from_config
 from autopar.deferred_init.context import lazy_init
-from autopar.errors import ConfigError, clip, in_one_line, nearest, type_and_text
+from autopar.errors import AutoparError, ConfigError, clip, in_one_line, nearest, type_and_text
 from autopar.stored import Kind, stand_in
 
 if TYPE_CHECKING:
     from autopar.features.quantized.stored import QuantizedKind
 
 
-def remote_classes(folder: Path, content: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, type[PreTrainedModel]]]:
-    """Run the code of a folder; return its config, and the classes that its ``auto_map`` names.
-
-    Raises:
-        ConfigError: the code fails, or names no model.
-    """
+def _remote_classes(folder: Path, content: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, type[PreTrainedModel]]]:
+    """Run the code of a folder; return its config, and the classes that its ``auto_map`` names."""
     found: dict[str, type[PreTrainedModel]] = {}
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         for reference in {value for name, value in content["auto_map"].items() if name.startswith("AutoModel")}:
             kind: Any = get_class_from_dynamic_module(reference, folder, local_files_only=True)
             found[kind.__name__] = kind
-    except Exception as error:  # whatever foreign code stumbles over
+    except Exception as error:  # the folder's code may raise anything
         raise ConfigError(f"the code of {folder} fails: {type_and_text(error, 200)}") from error
     if not found:
         raise ConfigError(f"the auto_map of {folder} names no model: it has {', '.join(sorted(content['auto_map']))}")
@@ -61,36 +56,44 @@ _USUAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM
 
 
 class Head(NamedTuple):
-    """One class to build.
+    """One model to build.
 
     Attributes:
-        name: of the class.
-        build: builds a model of it on the meta device.
-        kind, config: the class of transformers and its config; None for code of the user.
-        folder: where its weights lie, if that is a folder or a model of the hub.
-        make: builds a model with memory; None for a class of transformers.
+        name: Name of its class or function.
+        make: Constructor without arguments.
+        kind, config: Class of transformers and its config; None for user code.
+        folder: Folder or model of the hub with its weights; "" for none.
     """
 
     name: str
-    build: Callable[[], nn.Module]
+    make: Callable[[], nn.Module]
     kind: type[PreTrainedModel] | None = None
     config: PretrainedConfig | None = None
     folder: str = ""
-    make: Callable[[], nn.Module] | None = None
+
+    def build(self) -> nn.Module:
+        """Build the model without memory for its weights. Raises ConfigError if its constructor fails."""
+        try:
+            with lazy_init():
+                return self.make()
+        except AutoparError:
+            raise
+        except Exception as error:  # a constructor may raise anything
+            raise ConfigError(f"{self.name} cannot be built: {type_and_text(error, 200)}") from error
 
 
 def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head]:
     """Find the models that ``source`` names.
 
     Args:
-        source: a folder with ``config.json``, a model of the hub (``org/name``), a model type of transformers (its
-            default config), or code of the user, ``FILE.py:NAME`` or ``MODULE:NAME``: a class, or a function that
-            returns a model.
-        every: every class of the same config, not only the one that is named (or, of a model type, the usual one).
-        trust: run code that comes with a folder.
+        source: A folder with ``config.json``, a model of the hub (``org/name``), a model type of transformers (its
+            default config), or user code, ``FILE.py:NAME`` or ``MODULE:NAME``: a class, or a function that returns a
+            model.
+        every: Every class of the same config, not only the one that is named (or, of a model type, the usual one).
+        trust: Run code that comes with a folder.
 
     Raises:
-        ConfigError: nothing is named like that, or it cannot be read.
+        ConfigError: ``source`` names no model, or cannot be read.
     """
     path = Path(source)
     if path.name == "config.json" and path.is_file():
@@ -134,11 +137,7 @@ TASKS = {
 
 
 def of_task(source: str, task: str | None, *, trust: bool = False) -> Head:
-    """Find the class of ``source`` for a task of :data:`TASKS`, or with that name; None: the usual one.
-
-    Raises:
-        ConfigError: there is none; lists those that there are.
-    """
+    """Find the class of ``source`` for a task of :data:`TASKS`, or of that name; None: the usual one."""
     if task is None:
         return heads(source, trust=trust)[0]
     found = {head.name: head for head in heads(source, every=True, trust=trust)}
@@ -156,7 +155,7 @@ def of_task(source: str, task: str | None, *, trust: bool = False) -> Head:
 
 
 def named_object(source: str) -> Any:
-    """Return what ``FILE.py:NAME`` or ``MODULE:NAME`` names. Raises ConfigError if there is no such thing."""
+    """Return the object that ``FILE.py:NAME`` or ``MODULE:NAME`` names."""
     place, _, name = source.rpartition(":")
     module = _module(place)
     if not hasattr(module, name):
@@ -172,7 +171,7 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if content.get("auto_map") and trust:
-        own, found = remote_classes(folder, content)
+        own, found = _remote_classes(folder, content)
         return _of_classes(found, own, names, every, str(folder))
     if kind not in CONFIG_MAPPING and content.get("auto_map"):
         raise ConfigError(f"{folder} comes with code of its own: --trust-remote-code runs it")
@@ -180,13 +179,13 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
         raise _unknown_type(str(kind), f"{path} says model_type={kind!r}, which is")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever transformers stumbles over
+    except Exception as error:  # transformers may raise anything
         raise ConfigError(f"{path} is no config of transformers: {clip(str(error))}") from error
     return _of_config(config, names, every, str(folder))
 
 
 def _of_config(config: PretrainedConfig, names: Any, every: bool, folder: str = "") -> list[Head]:
-    """The classes of transformers that take ``config``: those in ``names``, else the usual one."""
+    """Return the classes of transformers that take ``config``: those in ``names``, else the usual one."""
     found = _classes(config)
     if not found:
         raise ConfigError(f"transformers has no model class for model_type '{config.model_type}'")
@@ -201,7 +200,7 @@ def _of_classes(
 
 
 def _classes(config: PretrainedConfig) -> dict[str, type[PreTrainedModel]]:
-    """Every class of transformers whose config is of this type, by name."""
+    """Return every class of transformers whose config is of this type, by name."""
     names: set[str] = set()
     for name, table in vars(modeling_auto).items():
         if name.endswith("_MAPPING_NAMES") and name != "CONFIG_MAPPING_NAMES":
@@ -216,7 +215,7 @@ def _classes(config: PretrainedConfig) -> dict[str, type[PreTrainedModel]]:
 
 
 def _siblings(module: ModuleType, config_class: type) -> dict[str, type[PreTrainedModel]]:
-    """The models that ``module`` defines for one class of configs."""
+    """Return the models that ``module`` defines for one class of configs, by name."""
     return {
         name: member
         for name, member in vars(module).items()
@@ -240,7 +239,7 @@ def _of_code(source: str, every: bool) -> list[Head]:
     if not callable(made):
         raise ConfigError(f"{place} has no class or function '{name}'.{nearest(name, vars(module))}")
     if not (isinstance(made, type) and issubclass(made, PreTrainedModel)):
-        return [Head(name, partial(_call, made, name), make=partial(_call, made, name, nullcontext))]
+        return [Head(name, partial(_call, made, name))]
     kinds = _siblings(module, made.config_class) if every and made.config_class else {}
     found = {name: made, **kinds}
     return [Head(head, partial(_build, kind, None), kind) for head, kind in sorted(found.items())]
@@ -273,22 +272,16 @@ def _build(kind: type[PreTrainedModel], config: PretrainedConfig | None) -> nn.M
         if config_class is None:
             raise ConfigError(f"{kind.__name__} has no config_class, so no default config; name a function instead")
         config = config_class()
-    with lazy_init():
-        model: nn.Module = from_config(kind, config)
+    model: nn.Module = from_config(kind, config)
     return model
 
 
-def _call(made: Callable[[], Any], name: str, inside: Callable[[], Any] = lazy_init) -> nn.Module:
-    required = [
-        parameter.name
-        for parameter in inspect.signature(made).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if required:
-        raise ConfigError(f"{name} needs {', '.join(required)}; name a function without arguments that returns a model")
-    with inside():
-        model = made()
+def _call(made: Callable[[], Any], name: str) -> nn.Module:
+    try:
+        inspect.signature(made).bind()
+    except TypeError as error:  # missing a required argument: 'config'
+        raise ConfigError(f"{name}: {error}; name a function without arguments that returns a model") from None
+    model = made()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{name}() returns {type(model).__name__}, not a model")
     return model
@@ -298,7 +291,7 @@ def _call(made: Callable[[], Any], name: str, inside: Callable[[], Any] = lazy_i
 
 
 def kind_of(name: str) -> QuantizedKind:
-    """Return the form of weights that a name stands for. Raises ConfigError for another name."""
+    """Return the form of quantized weights of that name."""
     registry.need("quantized", f"--quantization {name}")
     from autopar.features.quantized.bitsandbytes import KINDS
 
@@ -308,11 +301,7 @@ def kind_of(name: str) -> QuantizedKind:
 
 
 def kind_in(config: Any) -> tuple[QuantizedKind | None, list[str] | None]:
-    """Return the form that a folder's config says its weights are in, None if plain, and layers that it says are not.
-
-    Raises:
-        ConfigError: it is a form whose bytes are not known without the weights.
-    """
+    """Return the form of a folder's weights by its config, None if plain, and the layers that it leaves plain."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     method = str(settings.get("quant_method", ""))
@@ -328,11 +317,7 @@ def kind_in(config: Any) -> tuple[QuantizedKind | None, list[str] | None]:
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:
-    """Return ``model`` with LoRA on all linear layers but the head, as PEFT makes it of ``all-linear``.
-
-    Raises:
-        ConfigError: PEFT is not installed, or the model has no such layers.
-    """
+    """Return ``model`` with LoRA on all linear layers but the head, as PEFT makes it of ``all-linear``."""
     try:
         import peft
     except ImportError as error:
@@ -346,14 +331,11 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def mark_quantized(model: nn.Module, kind: Kind, kept: list[str] | None = None) -> None:
-    """Put what stands for quantized weights in the place of those that transformers would quantize.
+    """Replace the weights that transformers would quantize by stand-ins for quantized ones.
 
     Args:
-        model: on the meta device.
-        kept: layers that stay plain, as transformers takes their names; by default those that it would leave.
-
-    Raises:
-        ConfigError: it has no linear layers.
+        model: A model on the meta device.
+        kept: Names of layers that stay plain, as transformers takes them; by default those that it would leave.
     """
     inner: Any = model
     if kept is None:
@@ -376,11 +358,7 @@ def mark_quantized(model: nn.Module, kind: Kind, kept: list[str] | None = None) 
 
 
 def quantize(model: nn.Module, kind: QuantizedKind) -> nn.Module:
-    """Return the model as ``from_pretrained(quantization_config=...)`` reads it.
-
-    Raises:
-        ConfigError: transformers does not have the model, or cannot quantize it here.
-    """
+    """Return the model as ``from_pretrained(quantization_config=...)`` reads it."""
     assert kind.config is not None
     own: Any = type(model)
     if not isinstance(model, PreTrainedModel):

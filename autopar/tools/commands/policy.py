@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from itertools import groupby
@@ -13,13 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.cli.app import PP, TP, Json, Model, Trust, app, errors, print_json
-from autopar.cli.tables import console, filled, lines, shape, size
-from autopar.errors import AutoparError, ConfigError, VerificationError, listed, type_and_text
+from autopar.cli.tables import filled, lines, shape, size
+from autopar.errors import ConfigError, VerificationError, listed
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from autopar.tools.commands.models import Head
     from autopar.tools.derivation.derive import Derived
     from autopar.tools.verification.report import Report
 
@@ -50,7 +46,10 @@ def list_types(as_json: Json = False) -> None:
 
         listed = [(kind, Path(own.where.file).name) for own in own_policies().values() for kind in own.model_types]
         found = {kind: str(policy_folder() / file) for kind, file in sorted(listed)}
-    print(json.dumps(found, indent=1) if as_json else "\n".join(f"{kind} {file}" for kind, file in found.items()))
+    if as_json:
+        print_json(found)
+    else:
+        print("\n".join(f"{kind} {file}" for kind, file in found.items()))
 
 
 @policy.command(
@@ -94,7 +93,7 @@ def check(
         options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "long_sequences": not heads}
         for head in found:
             try:
-                reports.append(check_policy(build(head), file, tp=tp, pp=pp, cp=cp, ep=ep, **options))
+                reports.append(check_policy(head.build(), file, tp=tp, pp=pp, cp=cp, ep=ep, **options))
             except ConfigError as error:
                 if len(found) == 1 or error.__cause__ is None:
                     raise
@@ -109,12 +108,7 @@ def check(
 
 
 def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
-    """Return the policy file of the user, if that is what ``source`` is, and what names the model.
-
-    Raises:
-        ConfigError: neither names a model, or both do.
-        PolicyError: the file is not a policy.
-    """
+    """Return the user's policy file, if ``source`` is one, and the name of the model."""
     if Path(source).suffix not in (".yaml", ".yml"):
         if model is not None:
             raise ConfigError(
@@ -127,20 +121,6 @@ def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
     if model is None and not read.model_types:
         raise ConfigError(f"{source} has no 'match', so it names no model: add --model my_model.py:CLASS")
     return Path(source), model or read.model_types[0]
-
-
-def build(head: Head) -> nn.Module:
-    """Build a model without memory for its weights.
-
-    Raises:
-        ConfigError: its constructor fails.
-    """
-    try:
-        return head.build()
-    except AutoparError:
-        raise
-    except Exception as error:  # whatever a constructor stumbles over
-        raise ConfigError(f"{head.name} cannot be built: {type_and_text(error, 200)}") from error
 
 
 @policy.command(
@@ -168,92 +148,80 @@ def show(
         from autopar.tools.commands.models import heads
         from autopar.tools.commands.policy_check import check_policy
 
-        report = check_policy(build(heads(named, trust=trust)[0]), file, tp=tp, pp=pp, ep=ep, dry_run=False)
+        report = check_policy(heads(named, trust=trust)[0].build(), file, tp=tp, pp=pp, ep=ep, dry_run=False)
         if report["errors"]:
             raise ConfigError(report["errors"][0])
     report = {name: found for name, found in report.items() if name not in ("dry_run", "errors", "holds")}
     if as_json:
         print_json(report)
-        return
-    print_report(report, places=True)
+    else:
+        print_report(report, places=True)
 
 
 def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = False) -> None:
-    """Print a report of :func:`.policy_check.check_policy`: tables, and the verdict if it has one.
+    """Print a report of :func:`.policy_check.check_policy`.
 
     Args:
-        brief: without tables.
-        places: with the place of each rule.
+        brief: No tables.
+        places: A column with the place of each rule.
     """
-    from rich.markup import escape
-
-    out = console(soft_wrap=True)
-    if "skipped" in report:
-        out.print(f"[bold]{escape(report['model'])}[/]: not checked. {escape(report['skipped'])}")
-        return
-    used = report["policy"]
-    out.print(
-        f"[bold]{escape(report['model'])}[/]: {report['parameters']:,} parameters, "
-        + (f"policy {escape(used['name'])} ({escape(used['where'])})" if used else "no policy")
-    )
-    if report["notice"]:
-        out.print(escape(report["notice"]))
-    if report["tensors"] and not brief:
-        for heads, cells in _tables(report, places):
-            print("\n".join(lines(filled(heads, cells))))
-    for line in _verdict(report):
-        out.print(escape(line))
-    if "holds" not in report:
-        return
-    out.print("[green]all holds[/]" if report["holds"] else "[red]does not hold[/]")
-    for error in report["errors"]:
+    print("\n".join(_in_words(report, brief, places)))
+    for error in report.get("errors", ()):
         print(f"error: {error}", file=sys.stderr)
 
 
-def _verdict(report: dict[str, Any]) -> Iterator[str]:
+def _in_words(report: dict[str, Any], brief: bool, places: bool) -> Iterator[str]:
+    if "skipped" in report:
+        yield f"{report['model']}: not checked. {report['skipped']}"
+        return
+    used, tensors = report["policy"], report["tensors"]
+    named = f"policy {used['name']} ({used['where']})" if used else "no policy"
+    yield f"{report['model']}: {report['parameters']:,} parameters, {named}"
+    if report["notice"]:
+        yield report["notice"]
     staged = report["pipeline_parallel_size"] > 1
+    if tensors and not brief:
+        yield from _tables(report, places, staged)
     for rank in report["ranks"]:
         place = f"ep rank {rank['ep']}, " if "ep" in rank else ""
         place += f"tp rank {rank['tp']}" + (f", pp rank {rank['pp']}" if staged else "")
         yield f"{place}: {rank['parameters']:,} parameters, {size(rank['bytes'])}"
-    if not report["tensors"]:
-        return
-    whole = [tensor for tensor in report["tensors"] if tensor["rule"].startswith(("replicated", "once"))]
-    count = sum(prod(tensor["shape"]) for tensor in whole)
-    yield f"replicated: {count:,} parameters in {len(whole)} of {len(report['tensors'])} tensors"
-    if "dry_run" in report:
-        yield f"dry run: {report['dry_run']}"
-    if report["stages"] == "fails":
-        yield "stages: fails"
-    elif staged:
-        for stage in report["stages"]:
-            yield f"stage {stage['stage']}: {', '.join(_runs(stage['modules']))} ({stage['parameters']:,} parameters)"
-    for name in ("sequence_parallel", "context_parallel"):
-        if report.get(name):
-            yield f"{name.replace('_', ' ')}: {' '.join(report[name].split())}"
+    if tensors:
+        whole = [prod(each["shape"]) for each in tensors if each["rule"].startswith(("replicated", "once"))]
+        yield f"replicated: {sum(whole):,} parameters in {len(whole)} of {len(tensors)} tensors"
+        if "dry_run" in report:
+            yield f"dry run: {report['dry_run']}"
+        if report["stages"] == "fails":
+            yield "stages: fails"
+        elif staged:
+            for stage in report["stages"]:
+                modules = ", ".join(_runs(stage["modules"]))
+                yield f"stage {stage['stage']}: {modules} ({stage['parameters']:,} parameters)"
+        for name in ("sequence_parallel", "context_parallel"):
+            if report.get(name):
+                yield f"{name.replace('_', ' ')}: {' '.join(report[name].split())}"
+    if "holds" in report:
+        yield "all holds" if report["holds"] else "does not hold"
 
 
-def _tables(report: dict[str, Any], places: bool) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Yield heads and rows of each table."""
+def _tables(report: dict[str, Any], places: bool, staged: bool) -> Iterator[str]:
+    """Yield the lines of the tables of parameters and attributes."""
     from autopar.plan.plan import rows
 
-    staged = report["pipeline_parallel_size"] > 1 and isinstance(report["stages"], list)
-    place = ["rule in"] if places else []
     tp, ep = report["tensor_parallel_size"], report["expert_parallel_size"]
     over = f"on each {'ep' if ep > tp else 'tp'} rank"
     cells = []
     for name, tensor in rows(report["tensors"]):
         local = _alike(list(map(shape, tensor["local_shapes"])), tp)
-        ranks = [", ".join(map(str, tensor["ranks"]))] if staged else []
-        where = [tensor["where"]] if places else []
-        cells.append([name, shape(tensor["shape"]), tensor["rule"], *where, local, *ranks])
-    yield ["parameter", "shape", "rule", *place, over, *(["pp rank"] if staged else [])], cells
-    if report["attributes"]:
-        cells = []
-        for name, entry in rows(report["attributes"]):
-            where = [entry["where"]] if places else []
-            cells.append([name, str(entry["whole"]), *where, _alike([str(value) for value in entry["local"]], tp)])
-        yield ["attribute", "value", *place, over], cells
+        ranks = ", ".join(map(str, tensor["ranks"])) if staged and isinstance(report["stages"], list) else ""
+        cells.append([name, shape(tensor["shape"]), tensor["rule"], tensor["where"] if places else "", local, ranks])
+    yield from lines(filled(["parameter", "shape", "rule", "rule in", over, "pp rank"], cells))
+    cells = []
+    for name, entry in rows(report["attributes"]):
+        local = _alike(list(map(str, entry["local"])), tp)
+        cells.append([name, str(entry["whole"]), entry["where"] if places else "", local])
+    if cells:
+        yield from lines(filled(["attribute", "value", "rule in", over], cells))
 
 
 def _alike(values: list[str], tp: int) -> str:
@@ -263,7 +231,7 @@ def _alike(values: list[str], tp: int) -> str:
 
 
 def _runs(paths: list[str]) -> list[str]:
-    """Paths of blocks, one entry for each run of numbers."""
+    """Return the paths of blocks, one entry for each run of numbers."""
     from autopar.plan.plan import ranges
 
     split = [(path.rpartition(".")[0], path.rpartition(".")[2]) for path in paths]
@@ -311,11 +279,7 @@ def new(
 
 
 def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
-    """Return the policy of the model that ``source`` names, its text, and its proof; none if ``tp`` is 0.
-
-    Raises:
-        VerificationError: the policy is wrong.
-    """
+    """Return the policy of the model that ``source`` names, its text, and its proof on ``tp`` ranks; 0: without one."""
     from transformers import PreTrainedModel
 
     from autopar.plan.make_plan import make_plan
@@ -326,7 +290,7 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
     from autopar.tools.verification.small_models import build_small, losses_of
     from autopar.tools.verification.verify import verify
 
-    built: Any = build(heads(source, trust=trust)[0])
+    built: Any = heads(source, trust=trust)[0].build()
     if not isinstance(built, PreTrainedModel):
         raise ConfigError(
             f"{type(built).__name__} is no Hugging Face model: 'policy new' needs a PreTrainedModel, of which the "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autopar.cli.app import CP, EP, PP, SP, TP, Json, Policy, Trust, app, errors, print_json, sections_of
+from autopar.cli.tables import lines
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,12 +80,7 @@ def verify(
     if as_json:
         print_json(report.to_dict())
     else:
-        from autopar.cli.tables import console
-
-        out = console()
-        with out.capture() as captured:
-            out.print(report)
-        print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
+        print("\n".join(lines(report, None if sys.stdout.isatty() else 160)))
     if not report.ok:
         raise typer.Exit(1)
 
@@ -120,7 +117,7 @@ def _model(
     own: Any = head.kind
     folder = Path(head.folder)  # of a model of the hub it is found out by loading whether it has weights
     empty = folder.is_dir() and not any(next(folder.glob(files), None) for files in _WEIGHTS)
-    if head.make is not None:
+    if head.kind is None:
         model = head.make().to(form)
     elif small or not head.folder or empty:
         config = head.config if head.config is not None else own.config_class()
@@ -128,7 +125,7 @@ def _model(
     else:
         try:
             model = own.from_pretrained(head.folder, dtype=form, local_files_only=folder.is_dir())
-        except Exception as error:  # whatever transformers stumbles over
+        except Exception as error:  # transformers may raise anything
             raise ConfigError(
                 f"the weights of {head.folder} cannot be loaded: {in_one_line(error, 200)}\n"
                 "  --small verifies its structure with random weights."
