@@ -1,8 +1,8 @@
 """Derive a policy from the structure of a model and one forward of it without data.
 
-Shards of all the right shapes at the end may be wrong inside: where ``forward`` views features as ``(heads, -1)`` and
-nobody has divided ``heads``, four heads of half the width come out. The features of the full model's tensors say what
-each tensor of a shard must look like: every dim keeps the places that belong to the shard's own units, or to none. So
+A shard may end with the right shapes and be wrong inside: if ``forward`` views features as ``(heads, -1)`` and no
+attribute divides ``heads``, it gets four heads of half the width. The features of the full model's tensors give the
+shape of each tensor of a shard: every dim keeps the places that belong to the shard's units, or to none. So
 :func:`check_units` compares operators in order, module by module, on one rank's shard.
 """
 
@@ -41,7 +41,7 @@ from autopar.tensor_parallel.regions import Region
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.derivation.families import Family, Named, components, decide, families
 from autopar.tools.derivation.feature_tracking import ACTIVATION, SHAPE_ONLY, FeatureTracking
-from autopar.tools.derivation.policy_tree import marked, missing, policy_tree
+from autopar.tools.derivation.policy_tree import marked, policy_tree, reached
 from autopar.tools.derivation.trace import (
     BlockList,
     Decisions,
@@ -65,10 +65,10 @@ class Candidate:
     """An attribute that may be a count of units.
 
     Attributes:
-        module: path below the block, with ``*``.
-        name: of the attribute; ``config.NAME`` for one of the module's config.
-        share: how a policy writes it.
-        wide: it counts features, not units.
+        module: Path below the block, with ``*``.
+        name: Name of the attribute; ``config.NAME`` for one of the module's config.
+        share: Its value under ``attributes``.
+        wide: It counts features, not units.
     """
 
     module: str
@@ -83,7 +83,7 @@ class Candidate:
 
 
 def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Names) -> dict[str, list[Candidate]]:
-    """Return the attributes of modules in the blocks that have the value of some count: module -> candidates."""
+    """Return module -> candidates: the attributes of modules in the blocks that have the value of some count."""
     found: dict[str, dict[str, Candidate]] = {}
     for block in each.blocks:
         length = len(block.split("."))
@@ -132,7 +132,7 @@ def _share(value: int, named: Named, block: str, name: str) -> tuple[Any, bool] 
 
 
 def choices(own: list[Candidate]) -> Iterator[tuple[Candidate, ...]]:
-    """Yield sets of attributes to divide: none, counts, counts and widths, then all others."""
+    """Yield sets of attributes to divide: none, counts, counts and widths, then all remaining subsets."""
     config = [c for c in own if c.name.startswith("config.")]
     own = [c for c in own if c not in config]
     counts, wide = [c for c in own if not c.wide], [c for c in own if c.wide]
@@ -152,10 +152,10 @@ class Derived:
     """A derived policy.
 
     Attributes:
-        tree: the policy as plain data, in the form of ``policies/README.md``.
-        gathered: layers that are sharded, and whose features are gathered for a forward that wants all of them.
-        whole: layers that could not be sharded, with ``*`` for the numbers of blocks.
-        unseen: lists of blocks that the forward did not reach; they stay whole.
+        tree: Policy as plain data, in the form of ``policies/README.md``.
+        gathered: Sharded layers whose features are gathered for a forward that needs all of them.
+        whole: Layers that stay replicated, with ``*`` for the numbers of blocks.
+        unseen: Lists of blocks that the forward did not reach; they stay replicated.
     """
 
     tree: dict[str, Any]
@@ -168,10 +168,10 @@ def derive(model: PreTrainedModel) -> Derived:
     """Derive the policy of a model: units and rules by a trace, attributes by dry runs. The model is only read.
 
     Raises:
-        UnsupportedModelError: the model does not run without data, or nothing of it can be sharded; says why.
+        UnsupportedModelError: The model does not run without data, or nothing of it can be sharded.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of small tables: on a busy machine more of them wait for each other, 28 s for 0.2 s
+    torch.set_num_threads(1)  # on a busy machine more threads wait for each other: 28 s instead of 0.2 s
     try:
         with kept():  # some models draw from numpy
             return _derive(model)
@@ -241,7 +241,9 @@ class _Trial:
     """A policy tried in dry runs, with more and more attributes.
 
     Attributes:
-        passed: whether it holds on the fewest ranks; ``reason``: why not; ``outside``: what fails lies in no block.
+        reason: Error of the last dry run that failed.
+        passed: The dry runs on the fewest ranks pass.
+        outside: The error names no place in a block.
     """
 
     model: PreTrainedModel
@@ -256,18 +258,13 @@ class _Trial:
     outside: bool = False
     chosen: dict[tuple[int, str], tuple[Candidate, ...]] = field(default_factory=dict)
 
-    @property
-    def root(self) -> nn.Module:
-        """The model on the meta device."""
-        return self.models[0].model
-
     def refused(self) -> list[str]:
         """Find attributes with which the dry runs pass; else return the columns of the family that is refused."""
         names: Names = self.seen.names
         own = {
             (tower, module): list(choices(listed))
             for tower, (each, many) in enumerate(zip(self.lists, self.named, strict=True))
-            for module, listed in candidates(self.root, each, many, names).items()
+            for module, listed in candidates(self.models[0].model, each, many, names).items()
         }
         self.chosen = dict.fromkeys(own, ())
         left = {group: options[1:] for group, options in own.items()}
@@ -333,27 +330,24 @@ class _Trial:
         return {**tree, "towers": towers} if "towers" in tree else towers[""]
 
     def _key(self, candidate: Candidate, each: BlockList) -> str:
-        """The entry under ``attributes``, with marks for what some blocks lack."""
+        """Return the entry under ``attributes``, with ``?`` where some block lacks a module."""
         path = candidate.module
-        blocks = [self.root.get_submodule(block) for block in each.blocks]
-        lacking = {p for block in blocks for p in missing(block, path)} if path else set()
-        shown = marked(path, lacking) if path else ""
-        found = blocks
-        for part in path.split(".") if path else ():
-            found = [m for one in found for n, m in own_modules(one).items() if part in ("*", n) and m is not None]
+        blocks = [self.models[0].model.get_submodule(block) for block in each.blocks]
+        found, lacking = reached(blocks, path)
         name = candidate.name.removeprefix("config.")
         holders: list[Any] = found if name == candidate.name else [getattr(module, "config", None) for module in found]
         everywhere = not lacking and all(type(getattr(holder, name, None)) is int for holder in holders)
-        return candidate.key if everywhere else join(shown, f"{candidate.name}?")
+        return candidate.key if everywhere else join(marked(path, lacking), f"{candidate.name}?")
 
     def _place(self, text: str) -> str:
-        """The first path in an error that is one of the model's."""
-        known = {path for path, _ in self.root.named_modules()} | {name for name, _ in self.root.named_parameters()}
+        """Return the first path in an error that lies in a block; "" for none."""
+        root = self.models[0].model
+        known = {path for path, _ in root.named_modules()} | {name for name, _ in root.named_parameters()}
         words = [word.strip(".,:'") for word in re.split(r"[\s]", text.partition(MADE_BY)[0])]
         return next((word for word in words if word in known and self.seen.names.block_of(word)), "")
 
     def _group_of(self, text: str, left: dict[tuple[int, str], list[Any]]) -> tuple[int, str] | None:
-        """The module of which other attributes are tried next."""
+        """Return the module whose attributes are tried next; None if all are tried."""
         place = self._place(text)
         block = self.seen.names.block_of(place) if place else None
         shown = ".".join(self.seen.names(place).split(".")[len(block.split(".")) :]) if block is not None else ""
@@ -367,7 +361,7 @@ class _Trial:
         return max(fitting, key=score, default=None)
 
     def _columns_near(self, text: str) -> list[str]:
-        """The columns of the families in the module that an error names; of all, if it names none."""
+        """Return the columns of the families in the module that an error names; of all, if it names none."""
         place = self._place(text)
         block = self.seen.names.block_of(place) if place else None
         scored: list[tuple[int, list[str]]] = []
@@ -387,11 +381,11 @@ _REPEATS = frozenset(("expand", "repeat", "repeat_interleave"))
 _VIEWS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_alias", "expand"))
 
 _Calls = defaultdict[str, list[tuple[str, tuple[Any, ...]]]]
-"""Path of a module -> the operators of its forward, with the shapes of what they make."""
+"""Path of a module -> the operators of its forward, with the shapes of their results."""
 
 
 def _note(calls: _Calls, stack: list[str], func: Any, args: Any, outputs: list[Any], shapes: tuple[Any, ...]) -> None:
-    """Note an operator that does more than copy, of the last module in ``stack``."""
+    """Note an operator of the last module in ``stack``, unless it only copies."""
     name = name_of(func)
     first = args[0] if args and isinstance(args[0], torch.Tensor) else None
     still = first is not None and len(outputs) == 1 and first.shape == outputs[0].shape
@@ -400,10 +394,10 @@ def _note(calls: _Calls, stack: list[str], func: Any, args: Any, outputs: list[A
 
 
 def check_units(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace, plan: Plan) -> None:
-    """Compare the operators of the first rank's shard, and of the last one's if it is another, with the full model's.
+    """Compare the operators of the first rank's shard, and of the last one's if it differs, with the full model's.
 
     Raises:
-        PolicyError: the shard fails, or makes a tensor that does not hold its units.
+        PolicyError: The shard fails, or makes a tensor that does not hold its units.
     """
     if seen.in_training is None:
         root = models[0].model.train()
@@ -417,7 +411,7 @@ def check_units(models: list[Traced], blocks: tuple[str, ...], decisions: Decisi
     for name in seen.in_training:
         raise PolicyError(f"{name} is multiplied outside of the forward of its layer, in training alone", plan.policy)
     ranks = {rank: (_own_units(seen, plan, rank), _Calls(list)) for rank in different_ranks(plan)}
-    repeated: Any = WeakTensorKeyDictionary()  # whole, once for each unit that there is
+    repeated: Any = WeakTensorKeyDictionary()  # replicated tensors, repeated once per unit
 
     def record(tracking: FeatureTracking, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
         given = list(tensors_in(args))
@@ -436,7 +430,7 @@ def check_units(models: list[Traced], blocks: tuple[str, ...], decisions: Decisi
 
 
 def _own_units(seen: Trace, plan: Plan, rank: int) -> torch.Tensor:
-    """For each number whether it is a component of features that lie on a rank; one more for those of later ones."""
+    """Return for each number whether a rank holds a feature of that component; the last entry is for later numbers."""
     tracking = seen.tracking
     found = []
     for source, first in tracking.first_of.items():
@@ -457,7 +451,7 @@ def _own_units(seen: Trace, plan: Plan, rank: int) -> torch.Tensor:
 
 
 def _local(x: torch.Tensor, tracking: FeatureTracking, own: torch.Tensor) -> tuple[int, ...] | None:
-    """The shape of a rank's part of a tensor; None if that cannot be said."""
+    """Return the shape of a rank's shard of a tensor; None if it is unknown."""
     features, mark = tracking.features_of(x), tracking.mark_of(x)
     if features is None:
         return tuple(x.shape) if mark is not None and mark.kind >= ACTIVATION else None

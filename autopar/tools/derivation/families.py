@@ -1,7 +1,7 @@
-"""Which layers become columns, and the families of layers whose features form the same units.
+"""Decide which layers become columns, and group layers whose features form the same units into families.
 
-Columns are found by taking all layers, tracing, and leaving out what stands in the way, until nothing does. Families
-have names for their units; counts are written by the name of a config's attribute where one has the value.
+All layers are candidates at first; each trace shows which ones cannot be columns, until none is left out. Units of a
+family get a name, and a count: the name of a config's attribute, if one has the value.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) 
     """Return a trace in which every column leads to a row, and the decisions that made it so."""
     for _ in range(_ROUNDS):
         seen = trace(models, blocks, decisions)
-        if seen.tracking.bare_sinks:  # what is one unit in the end is no sum over several
+        if seen.tracking.bare_sinks:  # features that end in one unit are not summed over several
             seen = trace(models, blocks, decisions, seen)
-        other = _next(models, blocks, decisions, seen)
+        other = _next(models[0].model, decisions, seen)
         if other is None:
             return seen, decisions
         decisions = other
     raise underivable(models[0].model, f"{_ROUNDS} traces did not settle which of its layers are columns")
 
 
-def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> Decisions | None:
+def _next(root: nn.Module, decisions: Decisions, seen: Trace) -> Decisions | None:
     """Return the decisions to try next; None if these hold."""
-    tracking, root = seen.tracking, models[0].model
+    tracking = seen.tracking
     called = set(seen.order)
     around_it = {path: next((p for p in (path, *around(path)) if p in called), "") for path in tracking.first_of}
     if cut_off := [path for path, holder in around_it.items() if holder not in seen.proven]:
-        return decisions.without(map(seen.names, cut_off))  # the model around them failed behind them
-    idle = []  # regions of which a module was not run: what it adds to the partial sums is not known
+        return decisions.without(map(seen.names, cut_off))  # the model around them failed later
+    idle = []  # regions with a module that did not run: its part of the partial sums is unknown
     for path in (p for p, _ in root.named_modules() if seen.names(p) in decisions.regions and p in called):
         if any(f"{path}.{below}" not in called for below, _ in root.get_submodule(path).named_modules() if below):
             idle.append(f"{path}.")
@@ -70,14 +70,14 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
             break
         elif found := [p for p in sources_of(seen, event.features) if tracking.first_of[p] < event.before]:
             return decisions.without(map(seen.names, found))
-        elif decisions.enters and block is not None:  # behind something that entered, and no row sums it
+        elif decisions.enters and block is not None:  # after an entry, and no row sums it
             near = [path for path in tracking.first_of if path.startswith(block + ".")]
             return decisions.without(map(seen.names, near or list(tracking.first_of)))
     if enters - decisions.enters:
         return replace(decisions, enters=decisions.enters | enters)
     if contradictory := {seen.names(path) for path in seen.contradictory} - decisions.whole:
         return replace(decisions, whole=decisions.whole | contradictory, enters=frozenset())
-    if few_units := _too_few(models, blocks, decisions, seen):
+    if few_units := _too_few(seen):
         return decisions.without(map(seen.names, few_units))
     return None
 
@@ -97,48 +97,16 @@ def components(seen: Trace, source: str) -> torch.Tensor:
     return tracking.components.of(torch.arange(first, first + tracking.count_of[source]))
 
 
-def _too_few(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> list[str]:
-    """Columns whose features are all computed with one another, or that no row follows."""
+def _too_few(seen: Trace) -> list[str]:
+    """Return columns whose features are all computed with one another, or that no row follows."""
     tracking = seen.tracking
-    lines = [tracking.components.of(line) for line in seen.sinks.values()]
-    lines += [
-        tracking.components.of(p[:, 1])
-        for name in tracking.bare_sinks
-        for d in tracking.touched.get(name, [])
-        for p in d
-    ]
-    closed = torch.cat(lines).unique() if lines else torch.zeros(0, dtype=torch.int32)
+    touched = [pairs[:, 1] for name in tracking.bare_sinks for dim in tracking.touched.get(name, []) for pairs in dim]
+    closed = [tracking.components.of(line) for line in (*seen.sinks.values(), *touched)]
     for path in tracking.first_of:
         found = components(seen, path)
-        if not bool(torch.isin(found, closed).all()):
+        if len(found.unique()) == 1 or not closed or not bool(torch.isin(found, torch.cat(closed)).all()):
             return sources_of(seen, found)
-        if len(found.unique()) == 1:
-            together = sources_of(seen, found)
-            if len(together) == 1:
-                return together
-            return _alone_too_few(models, blocks, decisions, seen, together)
     return []
-
-
-def _alone_too_few(
-    models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace, together: list[str]
-) -> list[str]:
-    """Return those columns that end in one component even without the others."""
-    kinds = {seen.names(path): path for path in together}
-    result = []
-    for kind, path in kinds.items():
-        alone = trace(models, blocks, replace(decisions, only=frozenset([kind])))
-        if path not in alone.tracking.first_of or len(components(alone, path).unique()) == 1:
-            result.append(path)
-    if result and len(result) < len(kinds):
-        return result
-    gained: dict[str, int] = {}
-    for kind, path in kinds.items():  # the one without which most is left
-        others = trace(models, blocks, replace(decisions, whole=decisions.whole | {kind}))
-        found = [components(others, p) for p in together if p != path and p in others.tracking.first_of]
-        gained[path] = sum(len(each) for each in found if len(each.unique()) > 1)
-    most = max(gained, key=lambda path: gained[path])
-    return [most] if gained[most] else together
 
 
 _KEYS = ("key_value", "kv")
@@ -147,9 +115,11 @@ _SHORT = ("n_q", "n_kv")  # of heads
 
 @dataclass(eq=False)
 class Member:
-    """One dim of what a family shards: a column, row, norm or parameter, by its path.
+    """One dim of a column, row, norm or parameter that a family shards.
 
-    ``line``: the component of each place along the dim; ``widths``: of one unit, in each run of all units.
+    Attributes:
+        line: Component of each place along the dim.
+        widths: Width of one unit in each run of all units.
     """
 
     path: str
@@ -161,11 +131,11 @@ class Member:
 
 @dataclass(eq=False)
 class Family:
-    """Members whose components are the same.
+    """Members with the same components.
 
     Attributes:
-        units: their components, in order.
-        gathered: what forward does between them wants all units: they are sharded, and gathered for it.
+        units: The components, in order.
+        gathered: The layers are sharded, and all units are gathered for the operators between them.
     """
 
     block: str
@@ -180,7 +150,7 @@ class Family:
 
 
 def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[str]]:
-    """Return the families of all blocks, and the columns of those whose units lie in no order that a rule can say."""
+    """Return the families of all blocks, and the columns whose units lie in an order that no rule states."""
     _tie(seen)
     found: list[Family] = []
     bad: list[str] = []
@@ -206,7 +176,7 @@ def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[s
 
 
 def _tie(seen: Trace) -> None:
-    """Put together the units of blocks that read one parameter, each unit a place of its own."""
+    """Join the units of blocks that read one parameter, if each unit has its place in it."""
     tracking = seen.tracking
     for dims in tracking.touched.values():
         for events in dims:
@@ -231,7 +201,7 @@ def _members(seen: Trace) -> Iterator[Member]:
     for name, dims in tracking.touched.items():
         if any(name.startswith(norm) for norm in norms):
             continue
-        found: list[Member] = []  # along dims of which each place has one component, and not all have the same
+        found: list[Member] = []  # along dims whose places have one component each, and several in all
         for dim, events in enumerate(dims):
             pairs = torch.cat([torch.zeros(0, 2, dtype=torch.long), *events])
             places, own = unique_pairs(pairs[:, 0], tracking.components.of(pairs[:, 1])).unbind(1)
@@ -253,7 +223,7 @@ def _grouped(block: str, members: list[Member]) -> list[Family]:
 
 
 def _widths(line: list[int], units: list[int]) -> tuple[int, ...] | None:
-    """Return how wide each unit is in each run of all units; None if the line does not consist of such runs."""
+    """Return the width of a unit in each run of all units; None if the line does not consist of such runs."""
     place, widths = 0, list[int]()
     while place < len(line):
         widths.append(next((n for n, unit in enumerate(line[place:]) if unit != units[0]), len(line) - place))
@@ -269,9 +239,9 @@ class Named:
     """A family of a list of blocks, with names for its units.
 
     Attributes:
-        unit: of its components; ``heads``: of query heads where several follow one component.
-        ratio: how many of those.
-        counts: unit -> its entry under ``units``.
+        unit: Name of a component.
+        heads: Name of the query heads, if ``ratio`` of them follow one component.
+        counts: Unit -> its entry under ``units``.
     """
 
     of_blocks: dict[str, Family]
@@ -287,11 +257,11 @@ class Named:
 
     @property
     def gathered(self) -> bool:
-        """Whether all units are gathered between its columns and rows."""
+        """Whether the units are gathered between columns and rows."""
         return self.first.gathered
 
     def parts(self, widths: tuple[int, ...]) -> list[str]:
-        """Write runs of units as a rule does."""
+        """Return runs of units as a rule lists them."""
         smallest = _smallest(self.first)
         wide = [bool(self.heads) and w % self.ratio == 0 and w >= self.ratio * smallest for w in widths]
         each = [w // self.ratio if big else w for w, big in zip(widths, wide, strict=True)]
@@ -307,7 +277,7 @@ def _smallest(family: Family) -> int:
 
 
 def named_families(root: nn.Module, each: BlockList, found: list[Family], seen: Trace) -> list[Named]:
-    """Return the families of a list of blocks, alike ones of all blocks together."""
+    """Return the families of a list of blocks, equal ones of all blocks together."""
     owner = root.get_submodule(each.owner)
     config = config_of(owner)
     result: list[Named] = []
@@ -367,7 +337,7 @@ def _free(name: str, taken: Iterable[str]) -> str:
 
 
 def _integers(config: Any) -> dict[str, int]:
-    """Return the integers of a config, also those that it knows under a second name."""
+    """Return the integers of a config, also by the names of its ``attribute_map``."""
     found = {name: value for name, value in vars(config).items() if type(value) is int and value > 1 and name[0] != "_"}
     for other in getattr(config, "attribute_map", {}):
         value = getattr(config, other, None)
@@ -379,12 +349,12 @@ def _integers(config: Any) -> dict[str, int]:
 def _count_of(
     value: Sequence[int], config: Any, blocks: Sequence[nn.Module], like: str, near: str = "", *, loose: bool = False
 ) -> str:
-    """Return how a policy writes a count that is ``value`` in each block.
+    """Return a policy's expression for a count that is ``value`` in each block.
 
     Args:
-        like: ``heads`` or ``keys`` (heads of keys and values): which names are preferred.
-        loose: any attribute will do that is the only one of that value.
-        near: a path in the block; attributes of modules near it are preferred.
+        like: Preferred names: ``heads``, or ``keys`` for heads of keys and values.
+        near: Path in the block; attributes of modules near it are preferred.
+        loose: Accept an attribute of any name, if it is the only one of that value.
     """
     if len(set(value)) == 1:
         named = [name for name, number in _integers(config).items() if number == value[0] and _fits(name)]

@@ -1,10 +1,9 @@
-"""Follow single features of layers through a forward: which of them are computed with one another.
+"""Follow single features of layers through a forward, to find which of them are computed with one another.
 
-A candidate for a column gives every output feature a number. An operation that moves elements (a view, a slice, a
-concatenation) moves the numbers. An operation that combines two of them puts them into one component: a product of
-queries and keys those of a head, a softmax or a mean all that it runs over. A layer that is called with numbered
-features along its input could be a row: its sum over ranks ends the region. The units are left at the end: components
-that never meet.
+A candidate for a column numbers its output features. An operator that moves elements (a view, a slice, a concatenation)
+moves the numbers. An operator that combines features joins them in one component: a product of queries and keys joins
+those of a head, a softmax or a mean joins all that it runs over. A layer with numbered features along its input may be
+a row: its sum over ranks ends the region. The components at the end are the units.
 
 A tensor has a *mark*: its kind (:data:`CONSTANT` to :data:`INSIDE`) and the numbers of its elements.
 """
@@ -25,7 +24,7 @@ from autopar.tensor_tracking import tensors_in
 
 RANDOM = frozenset(("rand_like", "randn_like"))
 SHAPE_ONLY = FILLED | EMPTY | RANDOM
-"""The result has the shape of the argument, and none of its values."""
+"""Operators whose result has the shape of the argument, and none of its values."""
 
 MOVES = frozenset({
     *("view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "expand", "slice", "select"),
@@ -36,7 +35,7 @@ MOVES = frozenset({
     *("pixel_shuffle", "pixel_unshuffle", "scatter", "take_along_dim", "split_copy", "expand_copy", "narrow"),
     *("_adaptive_avg_pool2d", "im2col", "avg_pool1d", "avg_pool2d"),
 })  # fmt: skip
-"""Elements come to other places, in whole or in part, or stay; pools mean some, and keep the order of the others."""
+"""Operators that move, drop or keep elements. Pools take means of neighbors, in order."""
 
 _SUMS = frozenset({
     *("sum", "mean", "prod", "amax", "amin", "var", "std", "any", "all", "norm", "linalg_vector_norm", "max", "min"),
@@ -47,7 +46,7 @@ _NORMS = frozenset(("native_layer_norm", "_fused_rms_norm"))
 
 
 def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-    """Return the dims of the first argument over which an operator sums or compares; None if it does neither."""
+    """Return the dims of the first argument that an operator sums or compares over; None if it does neither."""
     name = name_of(func)
     if name in _NORMS:
         return [-1 - dim for dim in range(len(args[1]))]
@@ -55,8 +54,6 @@ def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         return list(range(1, args[0].ndim))
     if name not in _SUMS | ALONG:
         return None
-    if name in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor):
-        return None  # of two tensors
     names = [argument.name for argument in schema_of(func).arguments]
     dim: Any = kwargs.get("dim")
     if dim is None and "dim" in names and names.index("dim") < len(args):
@@ -69,7 +66,7 @@ def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def matrices_of(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """Return the two factors of a product of matrices and what is added to it; None for another operator."""
+    """Return the two factors of a product of matrices and its added term; None for another operator."""
     if name in ("mm", "bmm"):
         return args[0], args[1], None
     if name in ("addmm", "baddbmm"):
@@ -78,11 +75,8 @@ def matrices_of(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.T
 
 
 def unique_pairs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the different pairs of numbers at the same places of two tensors (that broadcast): ``[pairs, 2]``."""
+    """Return the distinct pairs of numbers at the same places of two tensors that broadcast: ``[pairs, 2]``."""
     one, other = torch.broadcast_tensors(one, other)
-    for dim in range(one.ndim):
-        if one.shape[dim] > 1 and one.stride(dim) == 0 == other.stride(dim):
-            one, other = one.narrow(dim, 0, 1), other.narrow(dim, 0, 1)
     a, b = one.reshape(-1).long(), other.reshape(-1).long()
     size = int(b.max()) + 1 if len(b) else 1
     keys = (a * size + b).unique()
@@ -90,12 +84,9 @@ def unique_pairs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 class Components:
-    """Features, numbered from 1, and which of them belong together. 0 stands for none.
+    """Features, numbered from 1 (0 stands for none), joined in components.
 
-    Arguments and results are integer tensors of any shape.
-
-    Attributes:
-        version: counts the changes of components.
+    Arguments and results are integer tensors of any shape. ``version`` counts the changes.
     """
 
     def __init__(self) -> None:
@@ -108,7 +99,7 @@ class Components:
         return len(self._root)
 
     def new(self, count: int) -> int:
-        """Make ``count`` features, each a component of its own; returns the number of the first."""
+        """Make ``count`` features in separate components, and return the number of the first."""
         first = len(self._root)
         self._root = torch.cat([self._root, torch.arange(first, first + count, dtype=torch.int32)])
         return first
@@ -118,7 +109,7 @@ class Components:
         return self._root.index_select(0, features.reshape(-1)).reshape(features.shape)
 
     def join(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """Put features at the same places of two tensors (that broadcast) into the same component, but for zeros."""
+        """Join the features at the same places of two tensors that broadcast; zeros join nothing."""
         one, other = torch.broadcast_tensors(self.of(one), self.of(other))
         differ = (one != other) & (one != 0) & (other != 0)
         if not differ.any():
@@ -136,7 +127,7 @@ class Components:
             self._root = flat
 
     def join_along(self, features: torch.Tensor, dims: list[int]) -> torch.Tensor:
-        """Put all that lies along ``dims`` together; returns the component of each, with these dims 1 long."""
+        """Join all features along ``dims``, and return their components, with size 1 in these dims."""
         found = self.of(features)
         dims = sorted(dim % found.ndim for dim in dims)
         if found.numel() == 0 or not dims:
@@ -155,7 +146,7 @@ class Components:
 
 
 CONSTANT, INPUT, PARAMETER, ACTIVATION, INSIDE = range(5)
-"""Kinds: of no gradient; the model's inputs; of parameters alone; replicated with a gradient; inside of a region."""
+"""Kinds: without gradient; the model's inputs; of parameters alone; replicated with a gradient; in a region."""
 
 
 @dataclass(frozen=True)
@@ -163,12 +154,12 @@ class Mark:
     """Facts about a tensor.
 
     Attributes:
-        features: the number of each element, 0 for none; of the tensor's shape. None: no element has one.
-        producers: paths of the layers that it comes from, if it is an activation.
-        places: parameter -> for each of its dims the index of each element; of the tensor's shape.
-        fresh: nothing but moves and scaling happened since the layer that numbered the features.
-        partial: the sum over ranks is still to come (behind a bare parameter).
-        version: of the components when ``features`` were components, and not any of their features.
+        features: Number of each element, 0 for none, in the tensor's shape; None: no element has a number.
+        producers: Paths of the layers that made an activation.
+        places: Parameter -> for each of its dims the index of each element, in the tensor's shape.
+        fresh: Only moves and scaling happened since the layer that numbered the features.
+        partial: The sum over ranks is still to come (after a product with a bare parameter).
+        version: ``Components.version`` when ``features`` were looked up.
     """
 
     kind: int
@@ -182,13 +173,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Event:
-    """Features that cannot be sharded as they are.
+    """Features that cannot be sharded.
 
     Attributes:
-        features: inside of a region, if they are numbered.
-        before: all that were numbered by then are below.
-        producers: of the replicated activation that met them, if one did.
-        where: path of the module in which it met them.
+        features: Numbered features of the region; empty if there are none.
+        before: First number that was free.
+        producers: Layers of the replicated activation that met them.
+        where: Path of the module in which it met them.
     """
 
     features: torch.Tensor
@@ -198,7 +189,7 @@ class Event:
 
 
 def places_of(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return for each dim the index of each element, without memory for them."""
+    """Return for each dim the index of each element, as expanded views."""
     shape = parameter.shape
     return [
         torch.arange(size, dtype=torch.int32).reshape([-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
@@ -211,19 +202,20 @@ _LINEAR = {"mul", "div", "add", "sub", "mul_", "div_", "add_", "_to_copy", "clon
 
 
 class FeatureTracking(ValuelessTracking):
-    """A dispatch mode that gives each tensor its mark: what operators do to numbered features.
+    """A dispatch mode that gives each tensor its mark.
 
     Args:
-        bare_source: asked whether a product with this parameter may number features.
-        record: called behind each operator with its arguments and the tensors that it has made.
+        bare_source: Predicate of a parameter: a product with it may number features.
+        record: Callback after each operator, with its arguments and its tensors.
 
     Attributes:
-        components: of all numbered features.
-        suspended: above 0 nothing is tracked (inside of layers, which give their outputs marks by themselves).
-        stack: paths of the modules that run.
-        touched: parameter -> for each dim pairs of index and feature that were computed with one another.
-        inside: parameters that work inside of a region; ``near``: a feature that each was computed with.
-        once: parameters that are added to partial sums.
+        suspended: Depth of layers; above 0 nothing is tracked, since hooks mark a layer's outputs.
+        stack: Paths of the modules that run.
+        touched: Parameter -> for each dim pairs of an index and a feature that were computed with one another.
+        inside: Parameters that work in a region.
+        near: Parameter -> a feature that it was computed with.
+        once: Parameters that are added to partial sums.
+        bare_sinks: Parameter -> the features that a product with it sums over.
     """
 
     def __init__(
@@ -242,12 +234,12 @@ class FeatureTracking(ValuelessTracking):
         self.first_of: dict[str, int] = {}
         self.count_of: dict[str, int] = {}
         self.bare_sources: set[str] = set()
-        self.bare_sinks: dict[str, torch.Tensor] = {}  # and the features that each sums over
+        self.bare_sinks: dict[str, torch.Tensor] = {}
         self._names, self._bare_source, self._record = names, bare_source, record
         self._marks = WeakTensorKeyDictionary()
 
     def mark_of(self, tensor: torch.Tensor) -> Mark | None:
-        """Return the mark of a tensor; of a parameter that nobody asked for yet, a new one."""
+        """Return the mark of a tensor, a new one for a parameter; None if it has none."""
         known = self._marks.get(tensor)
         if known is None and (name := self._names.get(id(tensor))) is not None:
             known = Mark(PARAMETER, places={name: places_of(tensor)})
@@ -260,13 +252,13 @@ class FeatureTracking(ValuelessTracking):
         self._marks[tensor] = mark
 
     def number(self, source: str, count: int) -> int:
-        """Number the features of a layer or bare parameter, once; returns the first number."""
+        """Number the features of a layer or bare parameter, once, and return the first number."""
         if source not in self.first_of:
             self.first_of[source], self.count_of[source] = self.components.new(count), count
         return self.first_of[source]
 
     def touch(self, name: str, dim: int, index: torch.Tensor, features: torch.Tensor) -> None:
-        """Note that a parameter was computed with features: its places along ``dim``, and -1 for none."""
+        """Note that a parameter was computed with features, at ``index`` along ``dim`` (-1 for none)."""
         pairs = unique_pairs(index + 1, features)
         pairs = pairs[(pairs[:, 0] != 0) & (pairs[:, 1] != 0)]
         pairs[:, 0] -= 1
@@ -293,18 +285,16 @@ class FeatureTracking(ValuelessTracking):
         return mark.features
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """Give what an operator has made its mark; integers and whole tensors have no features."""
+        """Give the result of an operator its mark; integers have no features."""
         if not tensor.is_floating_point() and not tensor.is_complex():
             mark = Mark(INPUT if mark.kind != CONSTANT else CONSTANT)
-        elif mark.kind != INSIDE and mark.features is not None:
-            mark = replace(mark, features=None)
         self._marks[tensor] = mark
 
     def write_into(self, whole: torch.Tensor, view: torch.Tensor, mark: Mark) -> None:
-        """Give a tensor of which a part was written to the numbers of what was written."""
+        """Give a tensor the numbers that were written into a view of it."""
         known = self._marks.get(whole)
         if known is not None and known.features is not None:
-            features = known.features.clone(memory_format=torch.contiguous_format)  # other tensors may have them too
+            features = known.features.clone(memory_format=torch.contiguous_format)  # they may be shared
         else:
             features = torch.zeros(whole.shape, dtype=torch.int32)
         if features.stride() == whole.stride() and mark.features is not None:
@@ -370,7 +360,7 @@ class FeatureTracking(ValuelessTracking):
     def _moved(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
     ) -> list[Mark]:
-        """Do with the numbers what is done with the elements."""
+        """Move the numbers as the operator moves the elements."""
         leaves = list(tensors_in((args, kwargs)))
         fresh = all(m is None or m.fresh or m.kind <= PARAMETER for m in map(self.mark_of, leaves))
         kept = {name: value for name, value in kwargs.items() if name not in _FORMS}
@@ -471,7 +461,7 @@ class FeatureTracking(ValuelessTracking):
         if features is None:
             return [replace(base) for _ in outputs]
         joined = self.components.join_along(features, dims)
-        for name, places in (self.mark_of(args[0]) or base).places.items():  # beside them in the same tensor
+        for name, places in (self.mark_of(args[0]) or base).places.items():  # parameters in the same tensor
             for dim, index in enumerate(places):
                 self.touch(name, dim, index, joined.expand(index.shape))
         for x in tensors_in(args[1:]):
@@ -489,7 +479,7 @@ class FeatureTracking(ValuelessTracking):
     def _product(
         self, one: torch.Tensor, other: torch.Tensor, added: torch.Tensor | None, output: torch.Tensor, base: Mark
     ) -> Mark:
-        """A product of matrices: [..., m, k] and [..., k, n]."""
+        """Mark a product of matrices ``[..., m, k]`` and ``[..., k, n]``."""
         marks = [self.mark_of(x) or Mark(CONSTANT) for x in (one, other)]
         for weight, mark in ((1, marks[1]), (0, marks[0])):
             if mark.kind == PARAMETER and marks[1 - weight].kind >= ACTIVATION:
@@ -506,7 +496,7 @@ class FeatureTracking(ValuelessTracking):
         return replace(base, features=total if base.kind == INSIDE and bool((total != 0).any()) else None, fresh=False)
 
     def _by_parameter(self, weight: Mark, x: Mark, output: torch.Tensor, right: bool, base: Mark) -> Mark:
-        """A product with a bare parameter: it numbers features, or sums over them, or works on each unit by itself."""
+        """Mark a product with a bare parameter: it numbers features, or sums over them, or works within each unit."""
         (name, places), *more = weight.places.items() or [("", [])]
         if more or not name:
             return replace(base, features=None)
@@ -547,7 +537,7 @@ class FeatureTracking(ValuelessTracking):
         return Mark(INSIDE, features, base.producers, fresh=True)
 
     def _per_channel(self, args: tuple[Any, ...], output: torch.Tensor, base: Mark) -> Mark | None:
-        """A convolution of each channel by itself with a bare weight."""
+        """Mark a depthwise convolution; None for any other."""
         x, weight, groups = args[0], args[1], args[8]
         features = self.features_of(x)
         if features is None or groups != x.shape[1] or weight.shape[0] != groups:
@@ -557,10 +547,11 @@ class FeatureTracking(ValuelessTracking):
             for name in (self.mark_of(parameter) or base).places if isinstance(parameter, torch.Tensor) else ():
                 self.touch(name, 0, torch.arange(groups), line)
         shape = [-1 if dim == 1 else 1 for dim in range(output.ndim)]
-        return replace(base, features=line.to(torch.int32).reshape(shape).expand(output.shape), fresh=False)
+        fresh = (self.mark_of(x) or base).fresh
+        return replace(base, features=line.to(torch.int32).reshape(shape).expand(output.shape), fresh=fresh)
 
     def _resized(self, x: torch.Tensor, output: torch.Tensor, base: Mark) -> Mark:
-        """Interpolation along all dims but the first two: what varies along those has no place any more."""
+        """Mark an interpolation along all dims but the first two: indices that vary along those get no place."""
         features, spatial = self.features_of(x), list(range(2, x.ndim))
         if features is not None:
             features = self.components.join_along(features, spatial).expand(output.shape)
@@ -575,7 +566,7 @@ class FeatureTracking(ValuelessTracking):
     def _mixed_up(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
     ) -> list[Mark]:
-        """An operator that nothing is known of: all belongs together."""
+        """Join all features of an unknown operator."""
         some = [x.flatten() for t in tensors_in((args, kwargs)) if (x := self.features_of(t)) is not None]
         for x in tensors_in((args, kwargs)):
             self.inside.update((self.mark_of(x) or base).places if base.kind == INSIDE else ())
@@ -586,7 +577,7 @@ class FeatureTracking(ValuelessTracking):
 
 
 def _indexed_dims(func: Any, args: tuple[Any, ...]) -> list[int]:
-    """The dims of the first argument of which elements are picked by a tensor without data."""
+    """Return the dims of the first argument that a tensor without data indexes."""
     name = name_of(func)
     if name in ("index", "index_put", "index_put_"):
         return [dim for dim, index in enumerate(args[1]) if index is not None]

@@ -1,4 +1,4 @@
-"""Families and what surrounds them -> a policy: as plain data, and as YAML that people review."""
+"""Make a policy of families and the modules around them: plain data, and YAML for review."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.policy.match import base_of, config_of
 from autopar.tools.derivation.families import Family, Member, Named, named_families
 from autopar.tools.derivation.trace import BlockList, Decisions, Trace, is_linear
 
-_UNNAMED = ("*", "layers", "layer", "blocks", "block", "model", "h")  # parts of paths that are no names of a tower
+_UNNAMED = ("*", "layers", "layer", "blocks", "block", "model", "h")  # parts of paths that name no tower
 
 
 def policy_tree(
@@ -31,7 +31,7 @@ def policy_tree(
     """Return the policy of a model in the form of ``policies/README.md``, without attributes, and the families.
 
     Args:
-        words: whether tables of words and of their logits are sharded.
+        words: Embeddings of words and their logits are sharded.
     """
     base_path, _ = base_of(root)
     start = f"{base_path}." if base_path else ""
@@ -68,10 +68,9 @@ def _tower(
     root: nn.Module, each: BlockList, named: list[Named], seen: Trace, decisions: Decisions, start: str
 ) -> dict[str, Any]:
     modules: dict[str, Any] = {}
-    lacking: dict[str, set[str]] = {}
 
     def shared(block: str, path: str) -> str:
-        """Return the name below all blocks of a path below one."""
+        """Return the name of a path in a block below all blocks."""
         return ".".join(seen.names(path).split(".")[len(block.split(".")) :])
 
     rules = {block: _rules_of_block(root, block, named, seen, decisions) for block in each.blocks}
@@ -86,8 +85,7 @@ def _tower(
             key = shared(block, f"{block}.{path}")
             if modules.get(key, "replicated") == "replicated":
                 modules[key] = rule
-    for key in modules:
-        lacking[key] = {path for block in each.blocks for path in missing(root.get_submodule(block), key)}
+    listed = [root.get_submodule(block) for block in each.blocks]
     units: dict[str, Any] = {}
     for n in named:
         units |= n.counts
@@ -98,28 +96,26 @@ def _tower(
     if wanted is not own_config and (config := next((name for name, part in parts.items() if part is wanted), "")):
         tower["config"] = config
     path = each.path[len(start) :] if each.path.startswith(start) else each.path
-    tower["blocks"] = {"path": path, "modules": {marked(key, lacking[key]): rule for key, rule in modules.items()}}
+    rules_of_all = {marked(key, reached(listed, key)[1]): rule for key, rule in modules.items()}
+    tower["blocks"] = {"path": path, "modules": rules_of_all}
     return tower
 
 
-def missing(block: nn.Module, key: str) -> set[str]:
-    """The beginnings of a path at which some module of a block has nothing."""
-    found: list[Any] = [block]
-    parts, lacking = key.split("."), set[str]()
+def reached(blocks: list[nn.Module], key: str) -> tuple[list[Any], set[str]]:
+    """Return the modules or parameters at a path below blocks, and its beginnings that one of them lacks."""
+    found: list[Any] = blocks
+    parts, lacking = key.split(".") if key else [], set[str]()
     for end, part in enumerate(parts):
         below: list[Any] = []
         for module in found:
-            if part == "*":
-                below += list(module.children())
-                continue
-            child = own_modules(module).get(part)
-            child = own_parameters(module).get(part) if child is None else child
-            if child is None:
+            here = own_modules(module) if own_modules(module).get(part) is not None else own_parameters(module)
+            children = list(module.children()) if part == "*" else [here.get(part)]
+            if children == [None]:
                 lacking.add(".".join(parts[: end + 1]))
-            elif isinstance(child, nn.Module):
-                below.append(child)
+            else:
+                below += children
         found = below
-    return lacking
+    return found, lacking
 
 
 def marked(key: str, lacking: set[str]) -> str:
@@ -130,7 +126,7 @@ def marked(key: str, lacking: set[str]) -> str:
 def _covered(
     root: nn.Module, rules: Mapping[str, Any], blocks: tuple[str, ...], more: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Rules for all parameters below ``root``: those given, and ``replicated`` for the largest modules without one."""
+    """Return rules for all parameters below ``root``: ``rules``, and ``replicated`` for the largest other modules."""
     busy = {"", *more}
     for path in (*rules, *(block[:-1] for block in blocks)):
         busy |= {path, *around(path)}
@@ -170,7 +166,7 @@ def _outside(
     blocks: tuple[str, ...],
     rules: dict[str, Any],
 ) -> None:
-    """Note the rules of parameters outside of all blocks that their units shard."""
+    """Add the rules of parameters outside of the blocks that units of blocks shard."""
     for family in (f for f in found if not f.block):
         live = (n for _, many in by_list for n in many if not n.gathered)
         named = next((n for n in live if set(n.first.units) & set(family.units)), None)
@@ -187,7 +183,7 @@ def _outside(
 def _rules_of_block(
     root: nn.Module, block: str, named: list[Named], seen: Trace, decisions: Decisions
 ) -> dict[str, Any]:
-    """Return path from the root -> rule, for what is not simply replicated in a block."""
+    """Return path from the root -> rule, for all in a block that is not simply replicated."""
     rules: dict[str, Any] = {}
     own = [n for n in named if block in n.of_blocks]
     for each in own:
@@ -224,7 +220,7 @@ def _rules_of_block(
 
 
 def _nearest(named: list[Named], block: str, path: str, seen: Trace) -> Named:
-    """The family that a module was computed with; else the one that lies beside it."""
+    """Return the family that a module was computed with; else the nearest one by path."""
     tracking = seen.tracking
     met = tracking.near.get(path, 0)
     unit = int(tracking.components.of(torch.tensor(met))) if met else 0
@@ -242,7 +238,7 @@ def _nearest(named: list[Named], block: str, path: str, seen: Trace) -> Named:
 
 
 def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict[str, Any]:
-    """Return the rule of what a family shards, by its path from the root."""
+    """Return path from the root -> rule of a member."""
     parts = named.parts(member.widths)
     listed: Any = parts[0] if len(parts) == 1 else parts
     if named.gathered:
@@ -267,7 +263,7 @@ def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict
 
 
 def note_vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
-    """Note the rules of embeddings of words and of what makes logits of words; returns the count of words."""
+    """Add the rules of embeddings of words and of the layers that make their logits; return the count of words."""
     count = ""
     tables = set()
     for _, module in root.named_modules():
@@ -308,7 +304,7 @@ def note_vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
 def sections_around(
     seen: Trace, covered: Mapping[str, Any], lists: list[BlockList], start: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Modules outside of the blocks: before them, behind them, and outside of the base model."""
+    """Return the rules before the blocks, after them, and outside of the base model."""
     starts = [seen.order.index(block) for each in lists for block in each.blocks if block in seen.order]
     first = min(starts, default=0)
     before: dict[str, Any] = {}
@@ -334,7 +330,7 @@ _NESTED = ("match", "units", "towers", "blocks", "modules", "attributes", *_SECT
 
 
 def yaml_text(tree: dict[str, Any], comments: list[str]) -> str:
-    """Return a policy as text, with lines of comment before it."""
+    """Return a policy as YAML after lines of comment."""
     lines = [f"# {line}" for line in comments]
     return "\n".join([*lines, *_lines(tree, 0)]) + "\n"
 

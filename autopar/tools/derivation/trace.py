@@ -1,7 +1,4 @@
-"""One forward of the plain model on the meta device, with hooks that say what each layer does to numbered features.
-
-Before: the assumptions of a trace. After: its findings.
-"""
+"""Run one forward of the model on the meta device, with hooks that mark what each layer does to numbered features."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from autopar.tools.derivation.feature_tracking import (
 
 
 class Names:
-    """Names that blocks share: paths with ``*`` for the number of a block, or of one of several equal modules in it."""
+    """Names that blocks share: paths with ``*`` for the number of a block, or of one of several equal modules."""
 
     def __init__(self, root: nn.Module, blocks: Iterable[str]) -> None:
         self._blocks = tuple(blocks)
@@ -59,26 +56,20 @@ class Names:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Assumptions of a trace. Paths with ``*`` for numbers, so alike in all blocks.
+    """Assumptions of a trace: names with ``*`` for numbers.
 
     Attributes:
-        whole: layers and bare parameters that stay replicated.
-        enters: layers whose whole outputs are used inside of a region.
-        regions: modules around bare parameters whose outputs are partial.
-        only: if not None, the layers that may be columns.
+        whole: Layers and bare parameters that stay replicated.
+        enters: Layers whose full outputs enter a region.
+        regions: Modules around bare parameters whose outputs are partial.
     """
 
     whole: frozenset[str] = frozenset()
     enters: frozenset[str] = frozenset()
     regions: frozenset[str] = frozenset()
-    only: frozenset[str] | None = None
-
-    def may_be_column(self, name: str) -> bool:
-        """Return whether a layer may be one."""
-        return name not in self.whole and (self.only is None or name in self.only)
 
     def without(self, names: Iterable[str]) -> Decisions:
-        """Return the same with more that stays whole; what enters is seen anew."""
+        """Return decisions with more layers that stay replicated, and no entries."""
         return replace(self, whole=self.whole | set(names), enters=frozenset())
 
 
@@ -87,14 +78,14 @@ class Trace:
     """Findings of a forward.
 
     Attributes:
-        sinks: row -> the feature at each place of its input.
-        sources: column -> whether its input lies inside of a region.
-        norms: norm over sharded features -> the feature of each weight.
-        order: paths of modules as they were called.
-        suspended: paths of layers whose inside was not looked at.
-        proven: paths of modules that were called by models that ran to their end.
-        runs: paths of models that ran to their end, with their inputs.
-        in_training: layers whose weights are used by themselves in training alone; None: not looked for.
+        sinks: Row -> the feature at each place of its input.
+        sources: Column -> whether its input lies in a region.
+        norms: Norm over sharded features -> the feature of each weight.
+        order: Paths of modules in the order of their calls.
+        suspended: Paths of layers that were not tracked inside.
+        proven: Paths of modules that were called by models that ran to their end.
+        runs: Paths of models that ran to their end, with their inputs.
+        in_training: Layers whose weights only training uses outside of their forward; None: not searched yet.
     """
 
     tracking: FeatureTracking
@@ -113,7 +104,7 @@ class Trace:
 
 
 def underivable(model: nn.Module, why: str, *, by_hand: bool = True) -> UnsupportedModelError:
-    """Return the error of a model of which no policy can be derived."""
+    """Return the error for a model without a derived policy."""
     if reason := convolutional(model):
         return UnsupportedModelError(reason)
     hint = ". Write one by hand: docs/policies.md leads through it" if by_hand else ""
@@ -121,7 +112,7 @@ def underivable(model: nn.Module, why: str, *, by_hand: bool = True) -> Unsuppor
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Check whether a layer multiplies by a matrix: a linear layer, or a convolution with a kernel of one."""
+    """Return whether a layer multiplies by a matrix: a linear layer, or a convolution with a kernel of size 1."""
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return module.groups == 1 and all(size == 1 for size in module.kernel_size)
     return isinstance(module, nn.Linear | Conv1D)
@@ -133,7 +124,7 @@ _LAYERS_OF_A_BLOCK = 2
 
 @dataclass(frozen=True)
 class BlockList:
-    """Lists of blocks that one ``blocks.path`` with ``*`` names, and the path of the Hugging Face model around them."""
+    """Blocks of one ``blocks.path``, which may have ``*``, and the path of the Hugging Face model around them."""
 
     path: str
     blocks: tuple[str, ...]
@@ -141,11 +132,7 @@ class BlockList:
 
 
 def block_lists(root: nn.Module) -> tuple[list[BlockList], tuple[str, ...]]:
-    """Find the outermost lists of blocks with linear layers in the base model; of lists of stages the lists in them.
-
-    Returns:
-        The lists, and the paths of all blocks.
-    """
+    """Return the outermost lists of blocks in the base model, of stages the lists inside, and all blocks' paths."""
     found: dict[str, list[str]] = {}
     base_path, _ = base_of(root)
     start = f"{base_path}." if base_path else ""
@@ -190,7 +177,7 @@ def _layer(module: nn.Module) -> bool:
 
 
 def _only_around(stage: nn.Module, inner: list[str]) -> bool:
-    """Return whether a member of a list is a stage: what has layers of its own in it lies in inner lists."""
+    """Return whether a member of a list is a stage: all its larger modules lie in inner lists."""
     outside = [m for p, m in stage.named_modules() if p and not any(lies_in(p, i) or lies_in(i, p) for i in inner)]
     layers = max((sum(map(_layer, module.modules())) for module in outside), default=0)
     return bool(inner) and layers < _LAYERS_OF_A_BLOCK
@@ -198,7 +185,7 @@ def _only_around(stage: nn.Module, inner: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class Traced:
-    """A model that a trace runs, with its path and its inputs."""
+    """A model that a trace runs, its path, and its inputs."""
 
     path: str
     model: nn.Module
@@ -206,7 +193,7 @@ class Traced:
 
 
 def traced(model: PreTrainedModel) -> list[Traced]:
-    """Return the model and the models inside of it, each with small inputs, on the meta device."""
+    """Return the model and the models inside it, on the meta device, with small inputs."""
     copied = meta_copy(model)
     found, configs = [], set[int]()
     for path, module in copied.named_modules():
@@ -229,10 +216,9 @@ def trace(
     """Run the models.
 
     Args:
-        blocks: paths of the blocks; layers outside of them stay replicated.
-        known: a trace of the same decisions, of which the components are taken: all that ever met are together from
-            the start.
-        record: called behind each operator with the tracking, its arguments and the tensors that it has made.
+        blocks: Paths of the blocks; layers outside of them stay replicated.
+        known: Trace of the same decisions, whose components are joined from the start.
+        record: Callback after each operator, with the tracking, its arguments and its tensors.
     """
     root = models[0].model
     shared = Names(root, blocks)
@@ -240,7 +226,7 @@ def trace(
     inside = tuple(path + "." for path in blocks)
 
     def bare_source(name: str) -> bool:
-        return name.startswith(inside) and decisions.may_be_column(shared(name))
+        return name.startswith(inside) and shared(name) not in decisions.whole
 
     tracking = FeatureTracking(names, bare_source, record and (lambda *operator: record(tracking, *operator)))
     if known is not None:
@@ -270,14 +256,14 @@ def trace(
 
 
 def _run(each: Traced, root: nn.Module, seen: Trace) -> Any:
-    """Run a model, or its base model where it fails; returns the outputs, None if both fail."""
+    """Run a model, or its base model if it fails, and return the outputs; None if both fail."""
     base: Any = each.model.base_model
     for model in dict.fromkeys((each.model, each.model if each.path else base)):
         before = len(seen.order)
         try:
             with seen.tracking:
                 out = run(model, (), each.inputs)
-        except Exception as error:  # whatever a forward without data raises
+        except Exception as error:  # a forward without data may raise anything
             seen.failure = seen.failure or type_and_text(error, 120)
             seen.tracking.stack.clear()
             seen.tracking.suspended = 0
@@ -289,11 +275,7 @@ def _run(each: Traced, root: nn.Module, seen: Trace) -> Any:
 
 
 class _ModuleHooks:
-    """The hooks around a module: they mark its inputs and a layer's outputs.
-
-    Args:
-        starts: it is a block.
-    """
+    """The hooks around a module, which mark its inputs and a layer's outputs. ``starts``: it is a block."""
 
     def __init__(
         self, path: str, module: nn.Module, starts: bool, inside: tuple[str, ...], decisions: Decisions, seen: Trace
@@ -301,7 +283,7 @@ class _ModuleHooks:
         self.path, self.module, self.starts, self.inside = path, module, starts, inside
         self.decisions, self.seen = decisions, seen
         self.tracking = seen.tracking
-        self.layer = is_linear(module) or _is_depthwise(module)
+        self.layer = is_linear(module)
         self.norm = not self.layer and _is_norm(module)
         self.region = seen.names(path) in decisions.regions
         self._taken: list[bool] = []
@@ -338,7 +320,7 @@ class _ModuleHooks:
             tracking.suspended -= 1
         if tracking.suspended:
             return
-        for x, known in self._entered.pop() if self.region else ():  # what others compute with it is outside
+        for x, known in self._entered.pop() if self.region else ():  # other modules that read it are outside
             tracking.set_mark(x, known)
         results = [x for x in tensors_in(out) if x.is_floating_point()]
         if taken:
@@ -362,10 +344,8 @@ class _ModuleHooks:
                     known = replace(mark, producers=frozenset([self.path]))
                     tracking.set_mark(x, Mark(INSIDE) if enters else known)
 
-    # -- layers ----------------------------------------------------------------------------------------------------
-
     def _mark_layer(self, x: torch.Tensor, results: list[torch.Tensor]) -> None:
-        """Give its outputs their marks."""
+        """Mark the outputs of a layer."""
         tracking = self.tracking
         mark = tracking.mark_of(x) or Mark(CONSTANT)
         features = tracking.features_of(x)
@@ -381,17 +361,15 @@ class _ModuleHooks:
         tracking.set_mark(out, made)
 
     def _along(self, x: torch.Tensor) -> int:
-        """Return the dim of an input or output along which its features lie."""
+        """Return the dim of the features of an input or output."""
         if isinstance(self.module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             return x.ndim - len(self.module.kernel_size) - 1  # with a batch, or without
         return -1
 
     def _made(self, mark: Mark, features: torch.Tensor | None, out: torch.Tensor) -> Mark:
-        """The mark of its output; the features, if any, along the last dim alone."""
+        """Return the mark of an output; its features, if any, lie along the last dim alone."""
         tracking, path, seen = self.tracking, self.path, self.seen
         names = [f"{path}.{name}" for name, p in own_parameters(self.module).items() if p is not None]
-        if _is_depthwise(self.module):
-            return self._per_channel(mark, features, names)
         if features is not None:
             rows = features.reshape(-1, features.shape[-1])
             line = tracking.components.join_along(rows, [0])[0]
@@ -399,7 +377,7 @@ class _ModuleHooks:
                 return self._row(mark, line)
             tracking.inside.update(names)
             return replace(mark, features=line[:1].to(torch.int32), fresh=False, places={})
-        if path.startswith(self.inside) and self.decisions.may_be_column(self.seen.names(path)):
+        if path.startswith(self.inside) and self.seen.names(path) not in self.decisions.whole:
             width = out.shape[self._along(out)]
             first = tracking.number(path, width)
             within = mark.kind == INSIDE
@@ -425,29 +403,11 @@ class _ModuleHooks:
         return self._whole()
 
     def _whole(self) -> Mark:
-        """The mark of an output of all features, which may be the entry of a region."""
+        """Return the mark of a full output, which may enter a region."""
         if self.seen.names(self.path) in self.decisions.enters:
             self.seen.entered.add(self.path)
             return Mark(INSIDE, None, frozenset([self.path]))
         return Mark(ACTIVATION, None, frozenset([self.path]))
-
-    def _per_channel(self, mark: Mark, features: torch.Tensor | None, names: list[str]) -> Mark:
-        tracking = self.tracking
-        if features is None:
-            if mark.kind == INSIDE:
-                tracking.inside.update(names)
-                return replace(mark, places={})
-            return Mark(ACTIVATION, None, frozenset([self.path]))
-        line = tracking.components.join_along(features.reshape(-1, features.shape[-1]), [0])[0]
-        self._touch(line)
-        return replace(mark, features=line.to(torch.int32), places={})
-
-    def _touch(self, line: torch.Tensor) -> None:
-        """Note that the layer's or norm's own parameters are computed with the features of ``line``."""
-        for name, parameter in own_parameters(self.module).items():
-            if parameter is not None and (self.layer or parameter.ndim == 1):
-                self.tracking.shapes[f"{self.path}.{name}"] = tuple(parameter.shape)
-                self.tracking.touch(f"{self.path}.{name}", 0, torch.arange(len(line)), line)
 
     def _mark_norm(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         tracking, width = self.tracking, own_parameters(self.module)["weight"].shape[0]
@@ -457,18 +417,13 @@ class _ModuleHooks:
         for other in lines[1:]:
             tracking.components.join(lines[0], other)
         line = self.seen.norms[self.path] = tracking.components.of(lines[0])
-        self._touch(line)
+        for name, parameter in own_parameters(self.module).items():
+            if parameter is not None and parameter.ndim == 1:
+                tracking.shapes[f"{self.path}.{name}"] = tuple(parameter.shape)
+                tracking.touch(f"{self.path}.{name}", 0, torch.arange(len(line)), line)
         mark = tracking.mark_of(numbered[0][0]) or Mark(INSIDE)
         for out in results:
             tracking.set_mark(out, replace(mark, features=line.to(torch.int32).expand(out.shape)))
-
-
-def _is_depthwise(module: nn.Module) -> bool:
-    return (
-        isinstance(module, nn.Conv1d | nn.Conv2d)
-        and module.groups == module.in_channels == module.out_channels
-        and module.groups > 1
-    )
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -480,7 +435,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_over_features(module: nn.Module, tensors: list[torch.Tensor], tracking: FeatureTracking) -> bool:
-    """Return whether a norm is called with numbered features along what it takes a mean over."""
+    """Return whether a norm takes a mean over numbered features."""
     weight: Any = module.weight
     for x in tensors:
         features = tracking.features_of(x)
@@ -492,7 +447,7 @@ def _is_over_features(module: nn.Module, tensors: list[torch.Tensor], tracking: 
 
 
 def _untracked(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook whose own computations are not followed."""
+    """Return a hook whose operators are not tracked."""
 
     def run_hook(*args: Any) -> None:
         with no_dispatch_modes():

@@ -82,11 +82,6 @@ def _others_like_gloo() -> None:
             layout = collectives.even_layout(2 * size, size)
             wanted = collectives.all_gather(mine.view(torch.uint8), gloo, layout, 0)  # gloo does not know all dtypes
             assert torch.equal(collectives.all_gather(mine, shm, layout, 0).view(torch.uint8), wanted)
-            received = [mine.view(torch.uint8).clone(), mine.clone()]
-            for axis, x in zip((gloo, shm), received, strict=True):
-                if width < 10 or dtype in SUMMED:  # long ones go over gloo
-                    collectives.broadcast(x, axis, size - 1)
-            assert (width > 10 and dtype not in SUMMED) or torch.equal(received[0], received[1].view(torch.uint8))
             if dtype in SUMMED and width < 10:
                 parts = values((2 * size, 3 * width), dtype, width)
                 wanted, found = (collectives.reduce_scatter(parts, axis) for axis in (gloo, shm))
@@ -102,7 +97,7 @@ def _others_like_gloo() -> None:
 
 @pytest.mark.tier("test")
 @pytest.mark.parametrize("size", RANKS)
-def test_gather_scatter_and_broadcast_are_those_of_gloo(size: int) -> None:
+def test_gather_and_scatter_are_those_of_gloo(size: int) -> None:
     pooled(size)(_others_like_gloo)()
 
 

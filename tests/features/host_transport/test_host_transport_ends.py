@@ -125,7 +125,7 @@ def test_ranks_in_different_collectives_learn_it() -> None:
         named = 0 if odd else 1
         with pytest.raises(RuntimeError) as info:
             if odd and case == 2:
-                collectives.broadcast(x, shm)
+                collectives.all_gather(x, shm, collectives.even_layout(12, 3), 0)
             else:
                 collectives.reduce(x, shm)
         text = str(info.value)
