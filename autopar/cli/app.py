@@ -51,14 +51,7 @@ def main(
 
 
 def sections_of(config: Path | None, tp: int, pp: int, cp: int, ep: int, sp: bool, **more: dict[str, Any]) -> Any:
-    """Return the config file of ``initialize``, or the sections that the options come to.
-
-    Args:
-        more: other sections; entries that are None were not given.
-
-    Raises:
-        ConfigError: both are given, or ``--sp`` without ``--tp``.
-    """
+    """Return the config file of ``initialize``, or the sections for the options. ``more``: further sections."""
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp}
     sizes |= {"expert_parallel_size": ep, "sequence_parallel": sp}
     given = {"model_parallelism": {name: size for name, size in sizes.items() if size > 1 or size is True}}
@@ -80,9 +73,9 @@ def print_json(found: Any) -> None:
 
 @contextmanager
 def errors(as_json: bool = False) -> Iterator[None]:
-    """Print what the user can mend as one line on stderr, or as JSON where the result would be; end with exit code 1.
+    """Exit with code 1 on a user's error, printed as one line on stderr.
 
-    The JSON is ``{"error": {"type": ..., "message": ...}}``.
+    As JSON, ``{"error": {"type": ..., "message": ...}}`` goes to stdout.
     """
     try:
         yield

@@ -135,7 +135,7 @@ def check(directory: _Source, as_json: Json = False) -> None:
 
 @app.command(short_help="Show mesh, files and tensors of shards.", epilog="Example: autopar inspect checkpoint")
 def inspect(directory: _Source, as_json: Json = False) -> None:
-    """Show what a sharded checkpoint holds: mesh, files, tensors and how they are sharded."""
+    """Show the contents of a sharded checkpoint: mesh, files, tensors and their layouts."""
     with errors(as_json):
         from autopar.checkpoint import Manifest
 
@@ -155,7 +155,7 @@ def _file(path: Path, record: FileRecord) -> dict[str, Any]:
 
 
 def _mesh(manifest: Manifest) -> dict[str, int]:
-    """The sizes with which it was saved, cp only where there were several, ep where it was above tp."""
+    """Return the sizes with which it was saved; cp if above 1, ep if above tp."""
     shards, pp, copies, _ = manifest.sizes
     replicas = copies * manifest.experts // manifest.cp
     sizes = {"tensor": manifest.tp, "pipeline": pp, "data": replicas}
@@ -198,7 +198,7 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def in_words(layout: Layout | None) -> str:
-    """``dim 0: heads 4+4 | kv_heads 1+1 (x 64)``: units of each block on each rank, and elements per unit."""
+    """Return ``dim 0: heads 4+4 | kv_heads 1+1 (x 64)``: units of each block on each rank, and elements per unit."""
     if layout is None:
         return "whole on every rank"
     blocks = []

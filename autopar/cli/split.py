@@ -48,20 +48,20 @@ def split_checkpoint(
     systems that are slow at that, and for nodes that are to be sent their own files only.
 
     Args:
-        source: folder with ``config.json`` and weights (safetensors or ``pytorch_model.bin``).
-        destination: folder to make; it appears when it is whole.
-        tp, pp: sizes of the mesh.
-        policy: see :func:`autopar.initialize`.
-        dtype: convert the weights; by default they are what the config says.
-        force: replace a checkpoint in ``destination``; other files there are kept.
-        progress: show a progress bar; by default on a terminal.
+        source: Folder with ``config.json`` and weights (safetensors or ``pytorch_model.bin``).
+        destination: New folder; it appears when it is complete.
+        tp, pp: Sizes of the mesh.
+        policy: See :func:`autopar.initialize`.
+        dtype: Dtype of the written weights; by default the config's.
+        force: Replace a checkpoint in ``destination``; other files there are kept.
+        progress: Show a progress bar; by default on a terminal.
 
     Returns:
         ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
 
     Raises:
-        CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
-        ConfigError, UnsupportedModelError, PolicyError: the model cannot be sharded like that.
+        CheckpointError: The source is incomplete or damaged, or the destination cannot be written.
+        ConfigError, UnsupportedModelError, PolicyError: The model cannot be sharded like that.
     """
     check_sizes(tp, pp)
     folder, chosen = Path(source), parse_dtype(dtype)
@@ -113,7 +113,7 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         hint = nearest(str(names[0]), dir(transformers)) if names else ""
         raise CheckpointError(f"{path} says architectures={names}, which is no model of transformers.{hint}")
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # of reading headers; the bar that matters is ours
+    logging.disable_progress_bar()  # of reading headers; split shows its own
     try:
         with lazy_init():
             loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]
@@ -121,7 +121,7 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
             )
     except (AutoparError, Warning):
         raise
-    except Exception as error:  # whatever transformers stumbles over
+    except Exception as error:  # transformers may raise anything
         raise explained(error, folder, {}) from error
     finally:
         if shown:

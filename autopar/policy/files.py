@@ -3,7 +3,7 @@
 ``extends: [fragments/attention_qkvo, fragments/mlp_gated]`` lays the named files under this one. A key of this file
 replaces theirs, ``~`` deletes it. Two of the named files that say different things about the same key are an error
 unless this file decides: order never does. ``extends: {PATH: NAME}`` mounts a file under a path. A file with
-``variants`` holds a policy for each of them, over what stands beside.
+``variants`` holds a policy for each of them, over the rest of the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.policy.yaml_reader import Fail, Node, Where, plain, read_text, yaml
 
 @functools.cache
 def policy_folder() -> Path:
-    """Return the folder of the policies that come with autopar: in the wheel, or beside the package in a checkout."""
+    """Return the folder of the policies that come with autopar: in the wheel, or next to the package in a checkout."""
     inside = Path(__file__).resolve().parents[1] / "_policies"
     return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "policies"
 
@@ -96,7 +96,7 @@ class PolicyName(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where names are looked up: in ``folder`` before that of autopar. ``seen``: the policies that led here."""
+    """Where names are looked up: in ``folder`` before autopar's. ``seen``: the policies that led here."""
 
     folder: Path
     seen: tuple[PolicyName, ...]
@@ -146,7 +146,7 @@ def variants_of(root: Node) -> dict[str, Node]:
 
 
 def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
-    """``node`` over what it extends, and over what is ``common`` to the variants of its file."""
+    """Return ``node`` over the files that it extends, and over ``common``, the rest of a file with variants."""
     if not isinstance(node.value, dict):
         raise PolicyError("a policy must hold keys", node.where)
     own = dict(node.value)
@@ -165,7 +165,7 @@ def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
         }
         own["towers"] = Node(inner, towers.where)
     top = Node(own, node.where)
-    if _has(own.get("match"), "model_type"):  # the range of what is extended is that of other model types
+    if _has(own.get("match"), "model_type"):  # the range in an extended file holds for other model types
         for number, layer in enumerate(layers):
             if _has(layer, "match", "transformers"):
                 kept = {key: entry for key, entry in layer.value["match"].value.items() if key != "transformers"}
@@ -349,6 +349,6 @@ def _allow(content: dict[str, Node], known: tuple[str, ...], path: str, name: No
         if key not in known:
             raise PolicyError(
                 f"'{name.value}' cannot be mounted under '{path}': it has '{section}{key}' ({entry.where}). "
-                f"What is mounted has {', '.join(section + other for other in known)}",
+                f"A mounted file has {', '.join(section + other for other in known)}",
                 name.where,
             )

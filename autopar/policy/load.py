@@ -76,7 +76,7 @@ def parse_policy(name: str, root: Node) -> Policy:
     """Read a policy from its merged tree (``extends`` already resolved).
 
     Raises:
-        PolicyError: with file and line, for unknown keys and rules, wrong types, undefined units.
+        PolicyError: Unknown keys and rules, wrong types, undefined units, with file and line.
     """
     top = _mapping(root, _TOP, f"policy '{name}'")
     own = {"prefix", "suffix", "head"} if "match" not in top else set[str]()  # a plain module may have no blocks
@@ -134,7 +134,7 @@ def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mappi
 
 
 def _parse_versions(match: Mapping[str, Node], model_types: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """The range of transformers versions, and the ranges of single model types."""
+    """Return the range of transformers versions, and the ranges of single model types."""
     node = match.get("transformers")
     if node is None:
         return SUPPORTED, {}
@@ -160,7 +160,7 @@ def _parse_names(match: Mapping[str, Node], key: str) -> tuple[str, ...]:
 def _parse_units(
     node: Node, outer: Mapping[str, UnitSpec] | None = None, *, literal: bool = False
 ) -> dict[str, UnitSpec]:
-    """``literal``: a count may be a number. A policy for a model type holds for models of all sizes."""
+    """Read units; if ``literal``, a count may be a number. A policy for a model type holds for models of all sizes."""
     units: dict[str, UnitSpec] = {}
     for name, entry in _mapping(node, None, "'units'").items():
         if isinstance(entry.value, dict):
@@ -329,20 +329,12 @@ def own_policies() -> Mapping[str, Policy]:
 
 
 def load_policies(path: Path) -> tuple[Policy, ...]:
-    """Read the policy of a file, or those of its variants; of files that come with autopar once in a process.
-
-    Raises:
-        PolicyError: with file and line.
-    """
+    """Read the policies of a file, one for each variant; once in a process if the file comes with autopar."""
     return _load_own(path) if comes_with_autopar(path) else _load(path)
 
 
 def load_policy(path: Path) -> Policy:
-    """Read the one policy of a file.
-
-    Raises:
-        PolicyError: with file and line; also for a file with variants, if none of them has the name of the file.
-    """
+    """Read the policy of a file; of a file with variants, the one with the name of the file."""
     found = load_policies(path)
     if len(found) == 1:
         return found[0]
@@ -365,12 +357,12 @@ _load_own = functools.cache(_load)
 
 
 def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: str = "policy dict") -> Policy:
-    """Read a policy from a path, a dict, YAML text, or take a ready one.
+    """Read a policy from a path, a dict or YAML text; return a :class:`Policy` as it is.
 
-    ``extends`` finds files beside the given file first, then those that come with autopar.
+    ``extends`` finds files next to the given file first, then autopar's.
 
     Args:
-        place: how errors call a dict.
+        place: Name of a dict in errors.
     """
     if isinstance(source, Policy):
         return source

@@ -1,8 +1,8 @@
 """Which policy describes a model: one that is given, one that lists its ``model_type``, or one that is derived.
 
-A ``model_type`` is listed in the policies and never guessed. Where no policy lists it, a ``tp_plan`` that transformers
-ships with the model says that somebody shards such models. It names modules and styles, and nothing of what features
-are made of. So the policy is derived from what ``forward`` computes, and not read off the plan.
+A ``model_type`` is listed in the policies and never guessed. If no policy lists it, a ``tp_plan`` that transformers
+ships with the model shows that such models can be sharded. It names modules and styles, but not the units of their
+features, so the policy is derived from the computations of ``forward``.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ _LISTS = re.compile(r"model_type\W*?:[ \t]*(\[[^]]*\]|[^\s#,{}\[\]]+)?")
 
 def _may_list(path: Path, model_type: str, word: re.Pattern[str]) -> bool:
     text = policy_text(path)
-    if model_type not in text:  # it lists others, or cannot be read, or takes them from what it extends
+    if model_type not in text:  # it lists other types, or cannot be read, or extends a file with types
         return "model_type" not in text
     lists = _LISTS.findall(text)
     return not all(lists) or any(word.search(listed) for listed in lists)
@@ -290,7 +290,7 @@ def _ships_plan(model: PreTrainedModel) -> bool:
     return bool(of_base) or any(pattern.startswith(f"{name}." if name else "") for pattern in named)
 
 
-# The losses of transformers' classes by the end of their names. All others are means, if their policy names none.
+# The losses of transformers' classes by the end of their names. All other losses are means, unless a policy names them.
 _USUAL = {
     "ForCausalLM": "loss_function",
     "ForConditionalGeneration": "loss_function",
@@ -304,7 +304,7 @@ def loss_kind(model: Any, given: Policy | None = None) -> str | None:
     """Return the kind of a model's own loss, one of :data:`~autopar.policy.schema.LOSSES`; None if nothing says it.
 
     The kind is a fact about the class that defines ``forward``: a class that inherits it has the same loss, and one
-    that has a ``forward`` or a ``loss_function`` of its own may have another.
+    that defines ``forward`` or ``loss_function`` may have another.
 
     Args:
         given: The user's policy, which may name any class. Those that come with autopar name classes of transformers.

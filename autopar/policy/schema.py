@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from autopar.policy.yaml_reader import Where
 
 BY_EXPERT = "by_expert"
-"""Kind of a rule that says nothing but this: modules in a list are experts. Each has rules of its own."""
+"""Kind of a rule for a list of experts, each with rules for its modules."""
 DERIVED = "derived"
 """Name of a policy that was derived because none lists the model type."""
 INFERRED = "inferred"
 HIDDEN = "hidden"
 SUPPORTED = ">=5.20,<5.25"
-"""The versions of transformers for which a policy holds that names no others."""
+"""Versions of transformers for a policy without a range."""
 LISTED = ("column", "row", "sharded", "norm_over")
 """Kinds of rules that take a list of parts."""
 LOSSES = ("loss_function", "mean", "shifted_mean", "attended_mean", "shifted_attended_mean", "other")
@@ -34,12 +34,12 @@ class UnitSpec:
     """Units that tp shards, never splitting one in two.
 
     Attributes:
-        count: a config attribute or a product or quotient of some, ``block.PATH`` for an attribute of a module in the
-            block, or ``inferred`` (single elements, counted on the parameter).
-        follows: the unit whose holder must hold this one too (query heads follow their KV head).
-        replicate: with fewer units than ranks, several ranks may hold the same one.
-        or_whole: with fewer units than ranks, what is made of them stays whole on every rank.
-        align: each rank holds a multiple of that many where there are enough for it (kernels want aligned widths).
+        count: Config attribute, or a product or quotient of some; ``block.PATH`` for an attribute of a module in the
+            block; ``inferred`` for single elements, counted on the parameter.
+        follows: Unit whose rank holds this one too (query heads follow their KV head).
+        replicate: Several ranks may hold a unit, if there are fewer units than ranks.
+        or_whole: All ranks hold all units, if there are fewer units than ranks.
+        align: Divisor of the units of a rank, if there are enough of them (kernels want aligned widths).
     """
 
     name: str
@@ -52,7 +52,7 @@ class UnitSpec:
 
 
 class Part(NamedTuple):
-    """One run of units along a dim: the unit, and how wide each is (None: what the others leave, shared equally)."""
+    """One run of units along a dim: the unit, and its width (None: an equal share of the remaining elements)."""
 
     unit: str
     width: str | None = None
@@ -65,9 +65,8 @@ class Part(NamedTuple):
 class Rule:
     """The sharding of one module, bare parameter or buffer.
 
-    ``kind`` is one of :data:`KINDS`. ``parts`` say what the features are made of; kinds that shard nothing name one
-    unit, the region in which they work. ``extension``: name of the rule of a feature that extends this one, and its
-    numbers by name.
+    ``kind`` is one of :data:`KINDS`. ``parts`` are the runs of units; kinds that shard nothing name the unit of the
+    region in which they work. ``extension``: name of the rule of a feature that extends this one, and its numbers.
     """
 
     kind: str

@@ -1,8 +1,8 @@
 """Reading YAML as data whose every value knows its line. Nothing in a file can make the reader hang, grow or crash.
 
-Policies and config files are read here, with libyaml where PyYAML has it and without it alike. Other than in
-``yaml.safe_load``, a key that stands twice, an alias, a tag and a second document are errors, and values are those of
-YAML 1.2 (``1e-5`` is a number; ``1:30``, ``010`` and dates are text) with ``yes``, ``no``, ``on`` and ``off`` of 1.1.
+Policies and config files are read here, with or without libyaml. Unlike in ``yaml.safe_load``, a duplicate key, an
+alias, a tag and a second document are errors. Scalars follow YAML 1.2 (``1e-5`` is a number; ``1:30``, ``010`` and
+dates are text), with ``yes``, ``no``, ``on`` and ``off`` of 1.1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 from autopar.errors import missing
 
 Fail = Callable[[str, "int | str | None"], Exception]
-"""Makes the error of a file, from what is wrong and the line (or key path) it is in, if it is in one."""
+"""Makes the error of a file, from the problem and its line or key path, if any."""
 
 _MOST_LEVELS = 50
 _EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same events; the C one is ten times faster

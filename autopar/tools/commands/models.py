@@ -324,7 +324,7 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
         raise ConfigError("--lora is PEFT's: pip install 'autopar[quantized]'") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT asks transformers for what is deprecated
+            warnings.simplefilter("ignore")  # PEFT uses deprecated names of transformers
             return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
     except ValueError as error:
         raise ConfigError(f"--lora: PEFT finds no layers in a {type(model).__name__}: {error}") from error

@@ -37,13 +37,11 @@ def plan(
         str, typer.Option(help="dgx-h100, dgx-a100, hgx-pcie, 4xl40s, 2x4090 ...; an unknown one lists all.")
     ] = "dgx-h100",
     gpu: Annotated[str | None, typer.Option(help="h100, a100, l40s, mi300x ...: a node of eight.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of a node, if not those of --node.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU, if not those of --node.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of a node; by default of --node.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU; by default of --node.")] = None,
     tflops: Annotated[float | None, typer.Option(help="TFLOP/s of a GPU's products.")] = None,
     memory_bandwidth: Annotated[float | None, typer.Option(help="GB/s of a GPU's memory.")] = None,
-    intra_node_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s from a GPU to the others of its node, one way.")
-    ] = None,
+    intra_node_bandwidth: Annotated[float | None, typer.Option(help="GB/s from a GPU to its node, one way.")] = None,
     inter_node_bandwidth: Annotated[
         float | None, typer.Option(help="GB/s from a GPU to other nodes, one way: its share of the network cards.")
     ] = None,
@@ -73,7 +71,7 @@ def plan(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Say which mesh to take: the five fastest that fit, with memory and time, and why others do not."""
+    """Say which mesh to take: the five fastest that fit, with memory and time, and why other meshes do not."""
     given = dict(locals())
     with errors(as_json):
         from autopar.config import ParallelConfig
@@ -94,7 +92,7 @@ def plan(
         space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, ep=ep)
         found = search(estimator, space)
         rehearsed(estimator, found)
-        _write(estimator, space, found, output)  # before what is printed, of which a pipe may take a part
+        _write(estimator, space, found, output)  # first, since a pipe may close before all is printed
         _show(estimator, space, found, as_json)
         if found.best and not as_json:
             # A rehearsal reads precision and recomputation from a config alone, and has no adapters.
@@ -160,7 +158,7 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
     parameters = list(model.model.parameters())
     count, trained = (sum(p.numel() for p in parameters if every or p.requires_grad) for every in (True, False))
     forms = " and ".join(sorted({parameter.kind.form for parameter in parameters if isinstance(parameter, StandIn)}))
-    words = f", {trained:,} of them trained" + (f", others in {forms}" if forms else "") if trained < count else ""
+    words = f", {trained:,} of them trained" + (f", the rest in {forms}" if forms else "") if trained < count else ""
     print(f"{type(model.inner).__name__}: {count:,} parameters{words}, policy {model.policy.name}")
     tokens = space.global_batch * model.sequence
     print(
@@ -199,7 +197,7 @@ def _rehearsal(
 
 
 def _table(found: Found, space: Space) -> Table:
-    """Make a table with a column for each mesh: what it is, how fast, what fills its memory, what it sends."""
+    """Return a table with a column for each mesh: sizes, times, memory, traffic."""
     from autopar.tools.planner.search import gigabytes
 
     shown = table("", *map(str, range(1, len(found.best) + 1)))

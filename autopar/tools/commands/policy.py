@@ -225,7 +225,7 @@ def _tables(report: dict[str, Any], places: bool, staged: bool) -> Iterator[str]
 
 
 def _alike(values: list[str], tp: int) -> str:
-    """Return the one value of all ranks, those of tp ranks where all replicas have the same, or each rank's."""
+    """Return the value of all ranks if it is one, of tp ranks if all replicas are equal, else of each rank."""
     runs = (values[:length] for length in (1, tp) if values[:length] * (len(values) // length) == values)
     return " | ".join(next(runs, values))
 

@@ -35,23 +35,23 @@ def check_policy(
     long_sequences: bool = False,
     dry_run: bool = True,
 ) -> dict[str, Any]:
-    """Do what ``initialize`` does before it changes anything, and report it as plain data.
+    """Run the checks that ``initialize`` makes before it changes anything, and report them as plain data.
 
     Args:
-        model: on the meta device, or with weights; only read.
-        policy: as in :func:`autopar.initialize`; None finds the one that lists the model type.
-        tp, pp, ep: sizes of the mesh.
-        cp: context-parallel size; above 1 it must fit.
-        sequence_parallel: whether sequence parallelism must fit.
-        long_sequences: also try both where they need not fit, context parallelism on 2 ranks.
-        dry_run: run the shards of the ranks.
+        model: Model on the meta device, or with weights; only read.
+        policy: Policy of :func:`autopar.initialize`; None finds the one that lists the model type.
+        tp, pp, ep: Sizes of the mesh.
+        cp: Context-parallel size; above 1 it must fit.
+        sequence_parallel: Sequence parallelism must fit.
+        long_sequences: Try both also where they need not fit, context parallelism on 2 ranks.
+        dry_run: Run the shards of the ranks.
 
     Returns:
-        As far as the policy holds: ``policy``, ``notice`` (of one that was derived unasked), ``attributes``,
-        ``tensors`` (one a parameter: ``rule`` and ``where`` it stands, ``shape``, ``local_shapes`` over tp, or over ep
-        where that is larger, ``ranks`` of the pipeline), ``ranks`` (``parameters`` and ``bytes`` of each), ``stages``;
-        ``dry_run``, ``sequence_parallel`` and ``context_parallel`` (each ``ok``, or why not); ``errors`` (the library's
-        texts), and ``holds``: whether there are none.
+        As far as the policy holds: ``policy``, ``notice`` (of a policy that was derived unasked), ``attributes``,
+        ``tensors`` (of each parameter ``rule`` and its place ``where``, ``shape``, ``local_shapes`` over tp, or over ep
+        if that is larger, ``ranks`` of the pipeline), ``ranks`` (``parameters`` and ``bytes`` of each), ``stages``;
+        ``dry_run``, ``sequence_parallel`` and ``context_parallel`` (each ``ok``, or the reason); ``errors``, and
+        ``holds``: there are none.
     """
     report: dict[str, Any] = {"model": type(model).__name__, "policy": None, "notice": None}
     report |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "expert_parallel_size": ep}
@@ -121,7 +121,7 @@ def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:
 
 
 def _tensors(model: nn.Module, plan: Plan, stages: StagePlan | None) -> Iterator[dict[str, Any]]:
-    """The parameters, tied ones once."""
+    """Yield an entry for each parameter, for tied ones once."""
     parameters = {plan.canonical(name) for name, _ in model.named_parameters()}
     for name, tensor in plan.tensors.items():
         if name in parameters:

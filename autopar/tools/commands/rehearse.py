@@ -32,7 +32,7 @@ def rehearse(
     config: Annotated[Path | None, typer.Option(help="A config of initialize, instead of sizes.")] = None,
     tp: TP = 1,
     pp: PP = 1,
-    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Replicas; what is left, if it is not said.")] = None,
+    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Replicas; by default as many as fit.")] = None,
     cp: CP = 1,
     ep: EP = 1,
     sp: SP = False,
@@ -41,7 +41,7 @@ def rehearse(
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.")] = None,
     batch: Annotated[int, typer.Option(min=0, help="Samples of a replica in a step; 0: one for each stage.")] = 0,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each sample.")] = 128,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node, if not those of --gpu.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; by default of --gpu.")] = None,
     gpu: Annotated[
         str | None, typer.Option(help="h100, dgx-a100, 2x4090 ...: count memory, and give the step times.")
     ] = None,
@@ -53,7 +53,7 @@ def rehearse(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Train a step, evaluate, save and load on some ranks of a job, without memory, and match what they send.
+    """Train a step, evaluate, save and load on some ranks of a job, without memory, and match their messages.
 
     Exit code 0 if every collective and message finds its like and all ranks come to an end, else 1.
     """
@@ -163,7 +163,7 @@ def trace(folder: Annotated[Path, typer.Argument(help="Of AUTOPAR_TRACE.")], as_
 
         problems = list(differences(traces, standing_in))
         left = waiting(traces, waited={rank: latest(calls) for rank, calls in traces.items()})
-        ends = [  # of ranks that have nothing to wait for, while others wait
+        ends = [  # ranks that wait for nothing while another rank waits
             f"rank {rank} ended behind {calls[-1]}\n    {calls[-1].where}" if calls else f"rank {rank} has no calls"
             for rank, calls in traces.items()
             if left and rank not in left

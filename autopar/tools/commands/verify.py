@@ -57,7 +57,7 @@ def verify(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Prove that parallelism leaves a model what it is: outputs, gradients, a step, tokens, checkpoints.
+    """Prove that parallelism does not change a model: outputs, gradients, a step, tokens, checkpoints.
 
     It starts tp x pp x dp x cp processes on this machine, and as many replicas as share experts.
     Exit code 0 if all of it holds, else 1.
@@ -95,10 +95,7 @@ def _model(
     trust: bool,
     checks: list[str] | None,
 ) -> nn.Module:
-    """Build the model with memory, quantized and with adapters if asked.
-
-    It has its weights if there are any, else it is small and random, in whole blocks.
-    """
+    """Build the model with memory, from its weights if there are any, else small and random; quantize and adapt it."""
     import torch
     import transformers
 

@@ -209,7 +209,7 @@ def _derive(model: PreTrainedModel) -> Derived:
             if any(each.gathered for each in refused):
                 gathered = [each for each in gathered if each not in refused]
                 continue
-            for each in refused:  # of linear layers alone that are called with whole inputs
+            for each in refused:  # only linear layers with full inputs
                 layers = [root.get_submodule(path) for path in each.columns]
                 entered = any(seen.sources[path] for path in each.columns)
                 if layers and not entered and all(isinstance(layer, nn.Linear | Conv1D) for layer in layers):
@@ -224,7 +224,7 @@ def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: 
     tree = trial.tree_with(trial.chosen)
     names = re.findall(r"'([^']*)':", str(tree))
     if not any(kind in name for name in names for kind in ("column", "row", "sharded", "embedding")):
-        why = "no layers follow one another so that units of the first meet those of the second"
+        why = "no layers follow one another so that units of the first meet units of the second"
         raise underivable(trial.model, f"{why}, and no table has config.vocab_size rows", by_hand=False)
     ran = set(seen.order)
     unseen = tuple(each.path for each in lists if not ran & set(each.blocks))

@@ -159,7 +159,7 @@ def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[s
         own = [m for m in members if (m.path.startswith(block + ".") if block else not m.path.startswith(inside))]
         for family in _grouped(block, own):
             units = {x for member in family.members for x in member.line.tolist()}
-            if not block:  # a table outside the blocks: its units are those of some block
+            if not block:  # a table outside the blocks has the units of some block
                 family.units = next((f.units for f in found if set(f.units) & units), [])
             by_kind = {kind: member for kind in ("parameter", "row") for member in reversed(family.members)
                        if member.kind == kind}  # fmt: skip

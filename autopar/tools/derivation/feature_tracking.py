@@ -2,8 +2,8 @@
 
 A candidate for a column numbers its output features. An operator that moves elements (a view, a slice, a concatenation)
 moves the numbers. An operator that combines features joins them in one component: a product of queries and keys joins
-those of a head, a softmax or a mean joins all that it runs over. A layer with numbered features along its input may be
-a row: its sum over ranks ends the region. The components at the end are the units.
+the features of a head, a softmax or a mean joins all that it runs over. A layer with numbered features along its input
+may be a row: its sum over ranks ends the region. The components at the end are the units.
 
 A tensor has a *mark*: its kind (:data:`CONSTANT` to :data:`INSIDE`) and the numbers of its elements.
 """

@@ -440,7 +440,7 @@ def _is_over_features(module: nn.Module, tensors: list[torch.Tensor], tracking: 
     for x in tensors:
         features = tracking.features_of(x)
         if features is not None and x.shape[-1] == weight.shape[0]:
-            rows = features.reshape(-1, features.shape[-1])  # not those of each head
+            rows = features.reshape(-1, features.shape[-1])  # not the features of each head
             differ = bool((features != features[..., :1]).any())
             return differ and bool((features != 0).all()) and bool((rows == rows[0]).all())
     return False

@@ -73,7 +73,7 @@ def test_the_command(tmp_path: Path) -> None:
     sizes = ("--gpus", 2, "--sequence", 16, "--global-batch", 4, "--zero", 0, "--no-checkpointing")
     given = (tmp_path, *sizes, "--lora", 8)
     text = run(*given, "--quantization", "nf4-double").stdout
-    assert "763,968 parameters, 49,152 of them trained, others in bitsandbytes nf4 with quantized scales" in text
+    assert "763,968 parameters, 49,152 of them trained, the rest in bitsandbytes nf4 with quantized scales" in text
     found = json.loads(run(*given, "--quantization", "nf4-double", "--json").stdout)
     assert found["best"][0]["memory"][0]["weights"] > 0
     refused = run(*given, "--quantization", "nf5")
