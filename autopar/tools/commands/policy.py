@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -232,14 +231,9 @@ def _alike(values: list[str], tp: int) -> str:
 
 def _runs(paths: list[str]) -> list[str]:
     """Return the paths of blocks, one entry for each run of numbers."""
-    from autopar.plan.plan import ranges
+    from autopar.plan.plan import rows
 
-    split = [(path.rpartition(".")[0], path.rpartition(".")[2]) for path in paths]
-    result: list[str] = []
-    for parent, group in groupby(split, key=lambda pair: pair[0] if pair[1].isdigit() else ".".join(pair)):
-        numbers = [int(last) for _, last in group if last.isdigit()]
-        result += [f"{parent}.{run}" for run in ranges(numbers)] if numbers else [parent]
-    return result
+    return [name.removesuffix(".") for name, _ in rows([{"name": f"{path}."} for path in paths])]
 
 
 _SHOWN = 8  # names in a comment

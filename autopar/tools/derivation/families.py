@@ -286,13 +286,9 @@ def named_families(root: nn.Module, each: BlockList, found: list[Family], seen: 
         for family in (f for f in found if f.block == block):
             rows = [seen.names(m.path) for m in family.members if m.kind == "row"]
             rows = rows or [seen.names(m.path) for m in family.members if m.kind == "parameter"]
-            other = next((known[row] for row in rows if row in known), None)
-            if other is None:
-                other = Named({block: family}, "")
-            else:
-                one = other.of_blocks.get(block)
-                both = family if one is None else replace(one, members=[*one.members, *family.members])
-                other.of_blocks[block] = both
+            other = next((known[row] for row in rows if row in known), None) or Named({}, "")
+            one = other.of_blocks.get(block)
+            other.of_blocks[block] = family if one is None else replace(one, members=[*one.members, *family.members])
             known |= dict.fromkeys(rows, other)
     for named in {id(named): named for named in known.values()}.values():
         _name(root, config, named, result)

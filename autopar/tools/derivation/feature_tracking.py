@@ -205,8 +205,8 @@ class FeatureTracking(ValuelessTracking):
     """A dispatch mode that gives each tensor its mark.
 
     Args:
-        bare_source: Predicate of a parameter: a product with it may number features.
-        record: Callback after each operator, with its arguments and its tensors.
+        sources: Parameters that may number features in products.
+        record: Callback after each operator, with the tracking, its arguments and its tensors.
 
     Attributes:
         suspended: Depth of layers; above 0 nothing is tracked, since hooks mark a layer's outputs.
@@ -218,9 +218,7 @@ class FeatureTracking(ValuelessTracking):
         bare_sinks: Parameter -> the features that a product with it sums over.
     """
 
-    def __init__(
-        self, names: dict[int, str], bare_source: Callable[[str], bool], record: Callable[..., None] | None = None
-    ) -> None:
+    def __init__(self, names: dict[int, str], sources: set[str], record: Callable[..., None] | None = None) -> None:
         super().__init__()
         self.components = Components()
         self.suspended = 0
@@ -235,21 +233,17 @@ class FeatureTracking(ValuelessTracking):
         self.count_of: dict[str, int] = {}
         self.bare_sources: set[str] = set()
         self.bare_sinks: dict[str, torch.Tensor] = {}
-        self._names, self._bare_source, self._record = names, bare_source, record
-        self._marks = WeakTensorKeyDictionary()
+        self._names, self._sources, self._record = names, sources, record
+        self.marks = WeakTensorKeyDictionary()
 
     def mark_of(self, tensor: torch.Tensor) -> Mark | None:
         """Return the mark of a tensor, a new one for a parameter; None if it has none."""
-        known = self._marks.get(tensor)
+        known = self.marks.get(tensor)
         if known is None and (name := self._names.get(id(tensor))) is not None:
             known = Mark(PARAMETER, places={name: places_of(tensor)})
             self.shapes[name] = tuple(tensor.shape)
-            self._marks[tensor] = known
+            self.marks[tensor] = known
         return known
-
-    def set_mark(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """Give a tensor a mark."""
-        self._marks[tensor] = mark
 
     def number(self, source: str, count: int) -> int:
         """Number the features of a layer or bare parameter, once, and return the first number."""
@@ -281,32 +275,32 @@ class FeatureTracking(ValuelessTracking):
             return None
         if mark.version != self.components.version:
             mark = replace(mark, features=self.components.of(mark.features), version=self.components.version)
-            self._marks[tensor] = mark
+            self.marks[tensor] = mark
         return mark.features
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
         """Give the result of an operator its mark; integers have no features."""
         if not tensor.is_floating_point() and not tensor.is_complex():
             mark = Mark(INPUT if mark.kind != CONSTANT else CONSTANT)
-        self._marks[tensor] = mark
+        self.marks[tensor] = mark
 
     def write_into(self, whole: torch.Tensor, view: torch.Tensor, mark: Mark) -> None:
         """Give a tensor the numbers that were written into a view of it."""
-        known = self._marks.get(whole)
+        known = self.marks.get(whole)
         if known is not None and known.features is not None:
             features = known.features.clone(memory_format=torch.contiguous_format)  # they may be shared
         else:
             features = torch.zeros(whole.shape, dtype=torch.int32)
         if features.stride() == whole.stride() and mark.features is not None:
             features.as_strided(view.shape, view.stride(), view.storage_offset()).copy_(mark.features)
-            self._marks[whole] = replace(mark, features=features, fresh=False)
+            self.marks[whole] = replace(mark, features=features, fresh=False)
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.suspended or name_of(func) in SHAPE_ONLY:
             return
         self._follow(func, args, kwargs, result)
         if self._record is not None:
-            self._record(func, args, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
+            self._record(self, func, args, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         marked = [(x, mark) for x in tensors_in((args, kwargs)) if (mark := self.mark_of(x)) is not None]
@@ -517,7 +511,7 @@ class FeatureTracking(ValuelessTracking):
             for dim, index in enumerate(places):
                 self.touch(name, dim, index.flatten()[:, None], features.unique()[None])
             return replace(base, features=first.expand(output.shape), fresh=False)
-        if not self._bare_source(name):
+        if name not in self._sources:
             if x.kind == INSIDE:
                 self.inside.add(name)
             return replace(base, features=None)

@@ -144,10 +144,8 @@ def _covered(
             if parameter is not None and not of_layer:
                 result[own] = rules.get(own, "replicated")
         for name, child in own_modules(module).items():
-            if child is None:
-                continue
             own = join(path, name)
-            if own + "." in blocks:
+            if child is None or own + "." in blocks:
                 continue
             if own in busy:
                 visit(own, child)
@@ -167,17 +165,15 @@ def _outside(
     rules: dict[str, Any],
 ) -> None:
     """Add the rules of parameters outside of the blocks that units of blocks shard."""
+    live = [n for _, many in by_list for n in many if not n.gathered]
     for family in (f for f in found if not f.block):
-        live = (n for _, many in by_list for n in many if not n.gathered)
-        named = next((n for n in live if set(n.first.units) & set(family.units)), None)
-        for member in family.members if named is not None else ():
-            assert named is not None
-            rules.update(_rule_of(root, member, named, seen))
-    units = [n.unit for _, many in by_list for n in many if not n.gathered]
+        for named in [n for n in live if set(n.first.units) & set(family.units)][:1]:
+            for member in family.members:
+                rules.update(_rule_of(root, member, named, seen))
     for name in sorted(seen.tracking.inside):
         holder = name.rpartition(".")[0]
-        if not name.startswith(blocks) and name not in rules and holder not in rules and units:
-            rules[name] = {"replicated": units[0]}
+        if not name.startswith(blocks) and name not in rules and holder not in rules and live:
+            rules[name] = {"replicated": live[0].unit}
 
 
 def _rules_of_block(
@@ -196,15 +192,10 @@ def _rules_of_block(
             continue
         unit = _nearest(own, block, name, seen).unit
         module = root.get_submodule(holder)
-        listed = [f"{holder}.{n}" for n, p in own_parameters(module).items() if p is not None]
+        listed = {f"{holder}.{n}" for n, p in own_parameters(module).items() if p is not None}
         if name in seen.tracking.once:
             rules[name] = {"once": unit}
-        elif (
-            not own_modules(module)
-            and set(listed) <= seen.tracking.inside
-            and not set(listed) & set(rules)
-            and not set(listed) & seen.tracking.once
-        ):
+        elif not own_modules(module) and listed <= seen.tracking.inside - rules.keys() - seen.tracking.once:
             rules[holder] = {"enter_output": unit} if holder in seen.entered else {"replicated": unit}
         else:
             rules[name] = {"replicated": unit}
@@ -221,9 +212,7 @@ def _rules_of_block(
 
 def _nearest(named: list[Named], block: str, path: str, seen: Trace) -> Named:
     """Return the family that a module was computed with; else the nearest one by path."""
-    tracking = seen.tracking
-    met = tracking.near.get(path, 0)
-    unit = int(tracking.components.of(torch.tensor(met))) if met else 0
+    unit = int(seen.tracking.components.of(torch.tensor(seen.tracking.near.get(path, 0))))
     if unit and (found := [each for each in named if unit in each.of_blocks[block].units]):
         return found[0]
 

@@ -225,10 +225,8 @@ def trace(
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     inside = tuple(path + "." for path in blocks)
 
-    def bare_source(name: str) -> bool:
-        return name.startswith(inside) and shared(name) not in decisions.whole
-
-    tracking = FeatureTracking(names, bare_source, record and (lambda *operator: record(tracking, *operator)))
+    sources = {name for name in names.values() if name.startswith(inside) and shared(name) not in decisions.whole}
+    tracking = FeatureTracking(names, sources, record)
     if known is not None:
         tracking.components = known.tracking.components
         tracking.first_of, tracking.count_of = known.tracking.first_of, known.tracking.count_of
@@ -244,7 +242,7 @@ def trace(
             if each.path and own and seen.proven.issuperset(own):
                 continue  # a model around it has called it
             for tensor in tensors_in(each.inputs):
-                tracking.set_mark(tensor, Mark(INPUT))
+                tracking.marks[tensor] = Mark(INPUT)
             for tensor in tensors_in(_run(each, root, seen)):
                 features = tracking.features_of(tensor)
                 if features is not None:
@@ -305,7 +303,7 @@ class _ModuleHooks:
                 if mark is not None and x.is_floating_point() and mark.kind in (PARAMETER, ACTIVATION):
                     kind = INSIDE if self.region else ACTIVATION
                     producers = mark.producers if mark.kind == ACTIVATION else frozenset([self.path])
-                    tracking.set_mark(x, Mark(kind, None, producers))
+                    tracking.marks[x] = Mark(kind, None, producers)
         taken = self.layer or (self.norm and _is_over_features(m, tensors, tracking))
         self._taken.append(taken)
         if taken:
@@ -321,7 +319,7 @@ class _ModuleHooks:
         if tracking.suspended:
             return
         for x, known in self._entered.pop() if self.region else ():  # other modules that read it are outside
-            tracking.set_mark(x, known)
+            tracking.marks[x] = known
         results = [x for x in tensors_in(out) if x.is_floating_point()]
         if taken:
             tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
@@ -334,7 +332,7 @@ class _ModuleHooks:
                 features = tracking.features_of(x)
                 if features is not None:
                     tracking.spoil(features)
-                tracking.set_mark(x, Mark(ACTIVATION, None, frozenset([self.path])))
+                tracking.marks[x] = Mark(ACTIVATION, None, frozenset([self.path]))
         elif own_parameters(m) and not own_modules(m):  # a norm on the residual stream, or a table
             enters = self.seen.names(self.path) in self.decisions.enters
             for x in results:
@@ -342,7 +340,7 @@ class _ModuleHooks:
                 if mark is not None and mark.kind == ACTIVATION:
                     self.seen.entered |= {self.path} if enters else set()
                     known = replace(mark, producers=frozenset([self.path]))
-                    tracking.set_mark(x, Mark(INSIDE) if enters else known)
+                    tracking.marks[x] = Mark(INSIDE) if enters else known
 
     def _mark_layer(self, x: torch.Tensor, results: list[torch.Tensor]) -> None:
         """Mark the outputs of a layer."""
@@ -353,12 +351,12 @@ class _ModuleHooks:
             features = features.movedim(self._along(features), -1)
         out, rest = results[0], results[1:]
         for other in rest:
-            tracking.set_mark(other, Mark(PARAMETER))
+            tracking.marks[other] = Mark(PARAMETER)
         made = self._made(mark, features, out)
         if made.features is not None:
             at = self._along(out)
             made = replace(made, features=made.features.expand(out.movedim(at, -1).shape).movedim(-1, at))
-        tracking.set_mark(out, made)
+        tracking.marks[out] = made
 
     def _along(self, x: torch.Tensor) -> int:
         """Return the dim of the features of an input or output."""
@@ -423,7 +421,7 @@ class _ModuleHooks:
                 tracking.touch(f"{self.path}.{name}", 0, torch.arange(len(line)), line)
         mark = tracking.mark_of(numbered[0][0]) or Mark(INSIDE)
         for out in results:
-            tracking.set_mark(out, replace(mark, features=line.to(torch.int32).expand(out.shape)))
+            tracking.marks[out] = replace(mark, features=line.to(torch.int32).expand(out.shape))
 
 
 def _is_norm(module: nn.Module) -> bool:
