@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
-    from autopar.tools.planner.candidate import Candidate
     from autopar.tools.planner.estimate import Estimator
     from autopar.tools.planner.search import Found, Space
 
@@ -94,14 +93,16 @@ def plan(
         rehearsed(estimator, found)
         _write(estimator, space, found, output)  # first, since a pipe may close before all is printed
         _show(estimator, space, found, as_json)
-        if found.best and not as_json:
-            # A rehearsal reads precision and recomputation from a config alone, and has no adapters.
-            counts = output is not None and lora is None and quantization is None
-            more = f" --optimizer {optimizer}" * (optimizer != "adamw") + f" --gpu {gpu or node}"
-            more += f" --gpus-per-node {gpus_per_node}" * (gpus_per_node is not None)
+        if found.best and output is not None and not as_json:
+            best, counts = found.best[0].candidate, lora is None and quantization is None  # none has adapters
             print("count its memory, and match what its ranks send:" if counts else "match what its ranks send:")
-            found_first = _rehearsal(model, found.best[0].candidate, sequence, output, policy, trust)
-            print(f"  {found_first}{more * counts}")
+            batch = f"--batch {best.microbatch * best.microbatches} --sequence {sequence}"
+            said = f"autopar rehearse {shlex.quote(model)} --gpus {gpus} --config {shlex.quote(str(output))} {batch}"
+            said += f" --policy {shlex.quote(str(policy))}" * (policy is not None) + " --trust-remote-code" * trust
+            if counts:
+                said += f" --optimizer {optimizer}" * (optimizer != "adamw") + f" --gpu {gpu or node}"
+                said += f" --gpus-per-node {gpus_per_node}" * (gpus_per_node is not None)
+            print(f"  {said}")
         if not found.best:
             raise typer.Exit(1)
 
@@ -180,20 +181,6 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
     print("assumed:")
     for line in assumptions(estimator):
         print(f"  {line}")
-
-
-def _rehearsal(
-    model: str, chosen: Candidate, sequence: int, config: Path | None, policy: Path | None, trust: bool
-) -> str:
-    """Return the command that rehearses a candidate."""
-    sizes = {"tp": chosen.tp, "cp": chosen.cp, "pp": chosen.pp, "ep": chosen.ep, "zero": chosen.zero}
-    options = [f"--{name} {size}" for name, size in sizes.items() if size > (name != "zero")]
-    options += ["--sp"] if chosen.sequence_parallel else []
-    options += [f"--schedule {chosen.schedule}", f"--micro-batches {chosen.microbatches}"] if chosen.pp > 1 else []
-    own = options if config is None else [f"--config {shlex.quote(str(config))}"]
-    batch = [f"--batch {chosen.microbatch * chosen.microbatches}", f"--sequence {sequence}"]
-    more = [f"--policy {shlex.quote(str(policy))}"] * (policy is not None) + ["--trust-remote-code"] * trust
-    return " ".join(["autopar rehearse", shlex.quote(model), f"--gpus {chosen.gpus}", *own, *batch, *more])
 
 
 def _table(found: Found, space: Space) -> Table:
