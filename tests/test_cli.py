@@ -78,7 +78,7 @@ def test_errors_are_one_line_without_traceback(ckpt, monkeypatch, arguments, mes
 def test_inspect(ckpt):
     result = run("inspect", ckpt)
     assert result.exit_code == 0, result.output
-    for part in ("tensor_parallel_size 3", "model-tp2-pp0.safetensors", "vocab 6+6+5", "whole on every rank", "layout",
+    for part in ("tensor_parallel_size 3", "model-tp2-pp0.safetensors", "vocab 6+6+5", "full on every rank", "layout",
                  "saved in", "not saved", "17 x 4", "bfloat16"):  # fmt: skip
         assert part in result.stdout
     os.remove(ckpt / "model-tp2-pp0.safetensors")
@@ -96,7 +96,7 @@ def test_inspect_as_json(ckpt):
 
 
 def test_layouts_in_words():
-    assert in_words(None) == "whole on every rank"
+    assert in_words(None) == "full on every rank"
     assert in_words(layouts(2)["qkv.weight"]) == (
         "dim 0: heads 3 on each of 2 (x 2) | kv_heads 1 on each of 2 (x 2) | kv_heads 1 on each of 2 (x 2)"
     )

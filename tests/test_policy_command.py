@@ -262,16 +262,16 @@ def test_a_module_that_is_no_hugging_face_model(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere"], "'nowhere' is no folder with a config.json and no model type of transformers"),
+        (["nowhere"], "'nowhere' is not a folder with a config.json or a model type of transformers"),
         (["gpt22"], "Did you mean 'gpt2'?"),
         (["nowhere.py:Mine"], "nowhere.py does not exist"),
         (["nowhere:Mine"], "nowhere cannot be imported: No module named 'nowhere'"),
         (["nowhere.yaml"], "policy file 'nowhere.yaml' does not exist"),
         (["gpt2", "--sequence-parallel", "--tp", "1"], "--sequence-parallel needs --tp of at least 2, not 1"),
         (["gpt2", "--sequence-parallel", "--cp", "2"], "--sequence-parallel and --cp 2 shard the same sequences"),
-        (["gpt2", "--model", "llama"], "'gpt2' is no policy file (.yaml)"),
+        (["gpt2", "--model", "llama"], "'gpt2' is not a policy file (.yaml)"),
         (["broken"], "broken/config.json cannot be read"),
-        (["unknown"], "unknown/config.json says model_type='my_model', which is no model type of"),
+        (["unknown"], "unknown/config.json says model_type='my_model', which is not a model type of"),
     ],
 )
 def test_what_is_no_model(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_experts_that_replicas_share(mixture: Path) -> None:
     checked = run("check", mixture, "--tp", 2, "--ep", 4)
     assert checked.exit_code == 0 and checked.stdout.splitlines()[-1] == "all holds", checked.output
     alone = run("check", mixture, "--tp", 1, "--ep", 2)
-    assert "dry run: not run: one rank holds the whole model, but for experts" in alone.stdout
+    assert "dry run: not run: one rank holds the full model, but for experts" in alone.stdout
     whole = of(run("show", mixture, "--tp", 2, "--ep", 2, "--json"))
     assert [rank["tp"] for rank in whole["ranks"]] == [0, 1] and whole["expert_parallel_size"] == 2
 

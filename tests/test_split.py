@@ -112,7 +112,7 @@ def _config(**changes):
          "does not hold exactly a GPT2LMHeadModel: it lacks transformer.h.1.mlp.c_fc.bias"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "is no whole safetensors file"),
         (_config(architectures=["GPT2LMHeadMode"]),
-         "which is no model of transformers. Did you mean 'GPT2LMHeadModel'"),
+         "which is not a model of transformers. Did you mean 'GPT2LMHeadModel'"),
         (_config(auto_map={"AutoModel": "code.Model"}), "comes with its own code, which split does not run"),
         (_config(n_embd=64), "tensors do not have the shapes of GPT2LMHeadModel"),
         (_config(n_head=3), "hf cannot be loaded: `embed_dim` must be divisible by num_heads"),
@@ -148,7 +148,7 @@ def test_command_line(tmp_path):
     result = run("split", tmp_path / "hf", tmp_path / "five", "--tp", 5)
     assert "tensor_parallel_size=5 does not fit GPT2LMHeadModel: 4 heads" in result.stderr
     result = run("check", tmp_path / "other")
-    assert result.exit_code == 0 and "is whole: 8 files, 28 tensors" in result.stdout
+    assert result.exit_code == 0 and "is complete: 8 files, 28 tensors" in result.stdout
     path = tmp_path / "other" / "model-tp3-pp1.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -31,7 +31,7 @@ Model = Annotated[
         help="A folder with config.json, a model of the hub, a model type of transformers, or my_model.py:CLASS.",
     ),
 ]
-Policy = Annotated[Path | None, typer.Option("--policy", help="A policy of your own.")]
+Policy = Annotated[Path | None, typer.Option("--policy", help="A custom policy.")]
 TP = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
 PP = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
 CP = Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size.")]
@@ -59,7 +59,7 @@ def sections_of(config: Path | None, tp: int, pp: int, cp: int, ep: int, sp: boo
     given = {name: keys for name, keys in given.items() if keys}
     if config is not None and given:
         raise ConfigError(
-            f"--config {config} has the sizes: leave out --tp, --pp, --cp, --ep and --sp, and what it says else"
+            f"--config {config} has the sizes: leave out --tp, --pp, --cp, --ep and --sp, and its other settings"
         )
     if sp and tp == 1:
         raise ConfigError("--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.layout import Layout
 
 _Source = Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")]
-_Target = Annotated[Path, typer.Argument(help="Folder to make; it appears when it is whole.")]
+_Target = Annotated[Path, typer.Argument(help="Folder to make; it appears when it is complete.")]
 _Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the new shards.")]
 _Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of the new shards.")]
 _Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint in DESTINATION.")]
@@ -111,7 +111,7 @@ def reshard(
     _report("resharded", result, destination, as_json)
 
 
-@app.command(short_help="Read shards from end to end, list what is wrong.", epilog="Example: autopar check checkpoint")
+@app.command(short_help="Read shards from end to end, list all damage.", epilog="Example: autopar check checkpoint")
 def check(directory: _Source, as_json: Json = False) -> None:
     """Read a sharded checkpoint from end to end and list everything that is wrong; exit code 1 if anything is."""
     with errors(as_json):
@@ -123,7 +123,7 @@ def check(directory: _Source, as_json: Json = False) -> None:
         print_json(result)
     elif not problems:
         print(
-            f"{directory} is whole: {result['files']} files, {result['tensors']} tensors, {size(result['bytes'])}, "
+            f"{directory} is complete: {result['files']} files, {result['tensors']} tensors, {size(result['bytes'])}, "
             "every checksum as saved, every element in one place"
         )
     else:
@@ -200,7 +200,7 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
 def in_words(layout: Layout | None) -> str:
     """Return ``dim 0: heads 4+4 | kv_heads 1+1 (x 64)``: units of each block on each rank, and elements per unit."""
     if layout is None:
-        return "whole on every rank"
+        return "full on every rank"
     blocks = []
     for block in layout.blocks:
         counts = [stop - start for start, stop in block.ranges]
@@ -216,7 +216,7 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
     print(f"{tp}, {pp}, saved with {', '.join(others)}")
     print(f"policy {manifest.policy}; {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
     if manifest.training:
-        print(f"to go on training: {', '.join(sorted(manifest.training))}")
+        print(f"to continue training: {', '.join(sorted(manifest.training))}")
     sizes = [[file["name"], size(file["bytes"]), str(file["tensors"]), file["state"]] for file in files]
     tensors = ("tensor", "shape", "dtype", "layout", "saved in", "merged as"), list(_tensors(manifest))
     for heads, cells in ((("file", "size", "tensors", "state"), sizes), tensors):

@@ -111,7 +111,7 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     kind = getattr(transformers, names[0], None) if len(names) == 1 and isinstance(names[0], str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         hint = nearest(str(names[0]), dir(transformers)) if names else ""
-        raise CheckpointError(f"{path} says architectures={names}, which is no model of transformers.{hint}")
+        raise CheckpointError(f"{path} says architectures={names}, which is not a model of transformers.{hint}")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of reading headers; split shows its own
     try:

@@ -139,7 +139,7 @@ def variants_of(root: Node) -> dict[str, Node]:
         raise PolicyError(f"'variants' must hold policies by name, not {plain(variants)!r}", variants.where)
     for name, own in variants.value.items():
         if not _VARIANT.fullmatch(name):
-            raise PolicyError(f"'{name}' is no name of a variant: letters, digits, '-' and '_'", own.where)
+            raise PolicyError(f"'{name}' is not a name of a variant: letters, digits, '-' and '_'", own.where)
         if not isinstance(own.value, dict) or "match" not in own.value:
             raise PolicyError(f"variant '{name}' has no 'match', which says for which models it holds", own.where)
     return dict(variants.value)
@@ -200,7 +200,7 @@ def _layers(extends: Node, place: _Place, *, in_block: bool = False) -> list[Nod
             for name in names.value if isinstance(names.value, list) else [names]:
                 tree = _named(name, place)
                 if not _PATH.fullmatch(path):
-                    raise PolicyError(f"'{path}' is no path of a module, under which a file can be mounted", name.where)
+                    raise PolicyError(f"'{path}' is not the path of a module to mount a file under", name.where)
                 content = {key: part for key, part in tree.value.items() if key not in ("match", "loss")}
                 found.append(mount(Node(content, tree.where), path, name))
     if not found:

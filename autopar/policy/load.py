@@ -233,7 +233,7 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
     if facts.get("sorted") and BY_EXPERT not in content:
         raise PolicyError(f"'sorted' needs 'by_expert': it describes the rows of experts ({path})", node.where)
     if len({"opens", "closes", *(() if facts.get("sorted") else [BY_EXPERT])} & set(content)) > 1:
-        raise PolicyError(f"of 'opens', 'closes' and 'by_expert' one goes with a region ({path})", node.where)
+        raise PolicyError(f"of 'opens', 'closes' and 'by_expert' a region takes one ({path})", node.where)
     return Rule(kind, node.where, parts, **facts)
 
 
@@ -373,7 +373,7 @@ def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: 
             known = own_policies().keys() | {kind for policy in own_policies().values() for kind in policy.model_types}
             own = (
                 f".\n  autopar comes with one of the name {text}, and finds it by the model's type: leave policy= out."
-                f"\n  One of your own can build on it: policy={{'extends': '{text}', ...}}"
+                f"\n  Your own can build on it: policy={{'extends': '{text}', ...}}"
             )
             more = own if text in known else ""
             raise PolicyError(f"policy file '{path}' does not exist; a policy is a path, a dict or YAML text{more}")

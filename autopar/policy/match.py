@@ -58,7 +58,7 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
     if not found:
         raise UnsupportedModelError(
             f"{type(root).__name__} is no Hugging Face model and holds none: autopar has no policy for it.\n"
-            "  A module of your own needs one that says what its weights are made of:\n"
+            "  A custom module needs one that lists the units of its weights:\n"
             "    policy = {'units': {'ffn': 'inferred'}, 'blocks': {'path': 'layers', 'modules':\n"
             "              {'norm': 'replicated', 'up': {'column': 'ffn'}, 'down': {'row': 'ffn'}}}}\n"
             "    model = autopar.initialize(model, config, policy=policy)\n"
@@ -239,7 +239,7 @@ def _check_version(policy: Policy, config: PretrainedConfig) -> None:
     try:
         versions = SpecifierSet(wanted)
     except InvalidSpecifier as error:
-        raise PolicyError(f"'{wanted}' is no version range", policy.where) from error
+        raise PolicyError(f"'{wanted}' is not a version range", policy.where) from error
     if not versions.contains(transformers_version, prereleases=True):
         raise UnsupportedModelError(
             f"the policy for model_type '{config.model_type}' holds for transformers {wanted}, "

@@ -54,7 +54,7 @@ def test_new_as_json() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("lama", "'lama' is no folder with a config.json and no model type of transformers"),
+        ("lama", "'lama' is not a folder with a config.json or a model type of transformers"),
         (
             f"{ODD}:Mix",
             "Mix: missing a required argument: 'config'; name a function without arguments that returns a model",
@@ -109,7 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_remote_code_is_run_where_it_is_trusted(folder: Path, tmp_path: Path) -> None:
     refused = run("policy", "new", folder)
     assert refused.exit_code == 1
-    assert refused.stderr == f"error: {folder} comes with code of its own: --trust-remote-code runs it\n"
+    assert refused.stderr == f"error: {folder} comes with its own code: --trust-remote-code runs it\n"
     policy = tmp_path / "odd.yaml"
     made = run("policy", "new", folder, "--trust-remote-code", "-o", policy)
     assert made.exit_code == 0, made.stderr

@@ -150,9 +150,7 @@ def test_what_is_refused(folder: Path, arguments: tuple[str, str], message: str)
 def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
     result = run("nobody/nothing", *SIZES)
     assert result.exit_code == 1
-    assert (
-        "'nobody/nothing' is no folder with a config.json, and its config cannot be read from the hub" in result.stderr
-    )
+    assert "'nobody/nothing' is not a folder with a config.json, and its config cannot be read" in result.stderr
 
 
 def test_where_nothing_fits_the_memory_of_the_cpu_is_named(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_users_policy() -> None:
     )
     with pytest.raises(UnsupportedModelError, match=r"holds for transformers <5, installed is 5\..* \(policy text:1\)"):
         find_policy(gpt2(), TEXT % ', transformers: "<5"')
-    with pytest.raises(PolicyError, match="policy text:1: 'five' is no version range"):
+    with pytest.raises(PolicyError, match="policy text:1: 'five' is not a version range"):
         find_policy(gpt2(), TEXT % ", transformers: five")
 
 

@@ -102,7 +102,7 @@ def test_a_line_that_is_not_finished_is_not_read(tmp_path: Path) -> None:
 def test_a_rank_without_a_trace_is_told(tmp_path: Path) -> None:
     ranks = (0, 1, 2, 3)
     write(tmp_path, {rank: [line(rank, ranks=ranks)] for rank in (1, 3)})
-    expected = "2 ranks, 1 calls each\nno trace of rank 0, 2: compared is what the others have\n"
+    expected = "2 ranks, 1 calls each\nno trace of rank 0, 2: only the other ranks are compared\n"
     assert told(tmp_path) == (1, expected + ENDS_WELL)
 
 
@@ -118,7 +118,7 @@ def test_who_ended_is_told_before_who_waits(tmp_path: Path) -> None:
     write(tmp_path, {0: [line(0), line(0)], 1: [line(1)]})
     code, output = told(tmp_path)
     assert code == 1
-    assert output.splitlines()[1] == "rank 1 ended behind all_reduce over tp [3] float32"
+    assert output.splitlines()[1] == "rank 1 ended after all_reduce over tp [3] float32"
     assert "rank 0 waits in all_reduce over tp [3] float32" in output
 
 
@@ -146,7 +146,7 @@ def test_an_attempt_of_an_elastic_job_has_a_folder_of_its_own(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--trace", "nowhere/step.json"], "--trace nowhere/step.json: there is no folder nowhere"),
+        (["--trace", "nowhere/step.json"], "--trace nowhere/step.json: the folder nowhere does not exist"),
         (["--config", "c.yaml", "--zero", "1"], "--config c.yaml has the sizes: leave out --tp, --pp, --cp, --ep"),
         (["--optimizer", "lion"], "optimizer='lion' is none of adamw, adam, sgd, sgd-momentum, muon, nor a function"),
     ],

@@ -107,19 +107,19 @@ def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head
             config = AutoConfig.from_pretrained(source)
         except Exception as error:  # no network, no such model, a type that transformers does not have
             raise ConfigError(
-                f"'{source}' is no folder with a config.json, and its config cannot be read from the hub: "
+                f"'{source}' is not a folder with a config.json, and its config cannot be read from the hub: "
                 f"{clip(str(error))}"
             ) from error
         return _of_config(config, getattr(config, "architectures", None) or [], every, source)
     if source not in CONFIG_MAPPING:
-        raise _unknown_type(source, f"'{source}' is no folder with a config.json and")
+        raise _unknown_type(source, f"'{source}' is not a folder with a config.json or")
     return _of_config(CONFIG_MAPPING[source](), (), every)
 
 
 def _unknown_type(kind: str, said: str) -> ConfigError:
     return ConfigError(
-        f"{said} no model type of transformers {transformers.__version__}.{nearest(kind, CONFIG_MAPPING)}\n"
-        "  A class of your own is named by its file: my_model.py:MyForCausalLM."
+        f"{said} a model type of transformers {transformers.__version__}.{nearest(kind, CONFIG_MAPPING)}\n"
+        "  A custom class is named by its file: my_model.py:MyForCausalLM."
     )
 
 
@@ -148,7 +148,7 @@ def of_task(source: str, task: str | None, *, trust: bool = False) -> Head:
         return found[named[0]]
     if task not in TASKS:
         raise ConfigError(
-            f"'{task}' is no task and no class of {source}.{nearest(task, [*TASKS, *found])}\n  Tasks: "
+            f"'{task}' is not a task or a class of {source}.{nearest(task, [*TASKS, *found])}\n  Tasks: "
             f"{', '.join(TASKS)}. Classes: {', '.join(sorted(found))}"
         )
     raise ConfigError(f"{source} has no class for the task '{task}'; it has {', '.join(sorted(found))}")
@@ -174,13 +174,13 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
         own, found = _remote_classes(folder, content)
         return _of_classes(found, own, names, every, str(folder))
     if kind not in CONFIG_MAPPING and content.get("auto_map"):
-        raise ConfigError(f"{folder} comes with code of its own: --trust-remote-code runs it")
+        raise ConfigError(f"{folder} comes with its own code: --trust-remote-code runs it")
     if kind not in CONFIG_MAPPING:
-        raise _unknown_type(str(kind), f"{path} says model_type={kind!r}, which is")
+        raise _unknown_type(str(kind), f"{path} says model_type={kind!r}, which is not")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers may raise anything
-        raise ConfigError(f"{path} is no config of transformers: {clip(str(error))}") from error
+        raise ConfigError(f"{path} is not a config of transformers: {clip(str(error))}") from error
     return _of_config(config, names, every, str(folder))
 
 

@@ -114,7 +114,7 @@ def _model(source: str, lora: int | None, quantization: str | None, trust: bool)
 
     if quantization is not None and lora is None:
         raise ConfigError(
-            f"--quantization {quantization}: quantized weights are frozen; say what is trained: --lora 16"
+            f"--quantization {quantization}: quantized weights are frozen; name the trained weights: --lora 16"
         )
     model = heads(source, trust=trust)[0].build()
     kind, kept = kind_in(model.config)
@@ -122,7 +122,7 @@ def _model(source: str, lora: int | None, quantization: str | None, trust: bool)
     if kind is not None and asked is not kind:
         raise ConfigError(f"--quantization {quantization}: the weights of {source} are in {kind.form} already")
     if kind is not None and lora is None:
-        raise ConfigError(f"{source} is in {kind.form}: such weights are frozen; say what is trained: --lora 16")
+        raise ConfigError(f"{source} is in {kind.form}: such weights are frozen; name the trained weights: --lora 16")
     if asked is not None:
         mark_quantized(model, asked, kept)
     return model if lora is None else add_lora(model, lora)

@@ -111,7 +111,7 @@ def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
     if Path(source).suffix not in (".yaml", ".yml"):
         if model is not None:
             raise ConfigError(
-                f"'{source}' is no policy file (.yaml), and --model names a model besides; give one of both"
+                f"'{source}' is not a policy file (.yaml), and --model names a model besides; give one of both"
             )
         return None, source
     from autopar.policy.load import read_user_policy
@@ -269,7 +269,7 @@ def new(
     else:
         print(f"wrote {output}; next: autopar policy check {output} --model {model}")
     for name in draft["unseen"]:
-        print(f"not seen: no forward of the model reached {name}, which stays whole", file=sys.stderr)
+        print(f"not seen: no forward of the model reached {name}, which stays replicated", file=sys.stderr)
 
 
 def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def rehearse(
         from autopar.tools.rehearsal.run import rehearse as run
 
         if trace is not None and not trace.absolute().parent.is_dir():
-            raise ConfigError(f"--trace {trace}: there is no folder {trace.parent}")
+            raise ConfigError(f"--trace {trace}: the folder {trace.parent} does not exist")
         stages = {"schedule": schedule, "num_microbatches": micro_batches}
         sections = sections_of(config, tp, pp, cp, ep, sp, pipeline=stages, zero={"stage": zero})
         parsed = ParallelConfig.parse(sections, gpus)
@@ -122,7 +122,7 @@ def _counted(found: Rehearsal) -> Iterator[str]:
         shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
         yield f"{digits(time)} s a step, of which ranks wait {shares}, if nothing overlaps"
         if found.hidden:
-            yield f"{digits(time - found.hidden)} s with the {digits(found.hidden)} s that FSDP2 hides behind work"
+            yield f"{digits(time - found.hidden)} s with the {digits(found.hidden)} s that FSDP2 overlaps with work"
 
 
 def _to_json(found: Rehearsal) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def trace(folder: Annotated[Path, typer.Argument(help="Of AUTOPAR_TRACE.")], as_
         problems = list(differences(traces, standing_in))
         left = waiting(traces, waited={rank: latest(calls) for rank, calls in traces.items()})
         ends = [  # ranks that wait for nothing while another rank waits
-            f"rank {rank} ended behind {calls[-1]}\n    {calls[-1].where}" if calls else f"rank {rank} has no calls"
+            f"rank {rank} ended after {calls[-1]}\n    {calls[-1].where}" if calls else f"rank {rank} has no calls"
             for rank, calls in traces.items()
             if left and rank not in left
         ]
@@ -186,7 +186,7 @@ def _told(
     head = [f"{len(traces)} ranks, {counted}"]
     if missing:
         ranks = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
-        head.append(f"no trace of rank {ranks}: compared is what the others have")
+        head.append(f"no trace of rank {ranks}: only the other ranks are compared")
     if not problems and not waiting:
         return [*head, "every collective and message finds its like, and all ranks come to an end"]
     last = [f"rank {rank} ends with {calls[-1]}\n    {calls[-1].where}" for rank, calls in traces.items() if calls]

@@ -197,9 +197,10 @@ def _derive(model: PreTrainedModel) -> Derived:
             gathered = [each for each in gathered if not taken & {member.path for member in each.members}]
             tree, named = policy_tree(root, lists, [*found, *gathered], seen, decisions, words=words)
             trial = _Trial(model, models, decisions, tree, lists, named, seen)
-            bad = trial.refused()
-            if trial.passed:
+            refusal = trial.refused()
+            if refusal is None:
                 return _derived(trial, decisions, lists, seen)
+            bad = refusal
             if words and trial.outside:  # of blocks: tables of words that forward does not only look up
                 words = False
                 continue
@@ -242,7 +243,6 @@ class _Trial:
 
     Attributes:
         reason: Error of the last dry run that failed.
-        passed: The dry runs on the fewest ranks pass.
         outside: The error names no place in a block.
     """
 
@@ -254,11 +254,10 @@ class _Trial:
     named: list[list[Named]]
     seen: Trace
     reason: str = ""
-    passed: bool = False
     outside: bool = False
     chosen: dict[tuple[int, str], tuple[Candidate, ...]] = field(default_factory=dict)
 
-    def refused(self) -> list[str]:
+    def refused(self) -> list[str] | None:
         """Find attributes with which the dry runs pass; else return the columns of the family that is refused."""
         names: Names = self.seen.names
         own = {
@@ -295,8 +294,7 @@ class _Trial:
                 self.chosen[group] = tuple(each for each in before if each is not candidate)
                 if any(self._try(size) is not None for size in held):
                     self.chosen[group] = before
-        self.passed = True
-        return []
+        return None
 
     def _try(self, size: int) -> AutoparError | None:
         try:

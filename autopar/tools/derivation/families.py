@@ -161,9 +161,7 @@ def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[s
             units = {x for member in family.members for x in member.line.tolist()}
             if not block:  # a table outside the blocks has the units of some block
                 family.units = next((f.units for f in found if set(f.units) & units), [])
-            by_kind = {kind: member for kind in ("parameter", "row") for member in reversed(family.members)
-                       if member.kind == kind}  # fmt: skip
-            first = by_kind.get("row", by_kind.get("parameter"))
+            first = next((m for kind in ("row", "parameter") for m in family.members if m.kind == kind), None)
             family.units = family.units or list(dict.fromkeys(first.line.tolist()) if first is not None else ())
             widths = [_widths(m.line.tolist(), family.units) for m in family.members if len(family.units) > 1]
             if not widths or None in widths:
@@ -352,33 +350,33 @@ def _count_of(
         near: Path in the block; attributes of modules near it are preferred.
         loose: Accept an attribute of any name, if it is the only one of that value.
     """
-    if len(set(value)) == 1:
-        named = [name for name, number in _integers(config).items() if number == value[0] and _fits(name)]
-        if named:
-            return min(named, key=lambda name: _rank(name, like))
-    known: set[tuple[str, str]] | None = None
-    for number, block in zip(value, blocks, strict=True):
-        own = {
-            (path, name)
-            for path, module in block.named_modules()
-            for name, found in vars(module).items()
-            if type(found) is int and found == number > 1 and not name.startswith("_") and _fits(name)
-        }
-        known = own if known is None else known & own
+    integers = _integers(config) if len(set(value)) == 1 else {}
+    same = [name for name, number in integers.items() if number == value[0]]
+    if named := [name for name in same if _fits(name)]:
+        return min(named, key=lambda name: _rank(name, like))
+    known = set.intersection(*(_named_so(number, block) for number, block in zip(value, blocks, strict=True)))
     if known:
         path, name = min(known, key=lambda one: (_rank(one[1], like), -_common(one[0], near), one))
         return ".".join(part for part in ("block", path, name) if part)
-    same = [name for name, number in _integers(config).items() if len(set(value)) == 1 and number == value[0]]
     if loose and len(same) == 1:
         return same[0]
-    known_sizes = _integers(config).items() if len(set(value)) == 1 else ()
     quotients = (
         f"{top} / {bottom}"
-        for top, a in known_sizes
-        for bottom, b in known_sizes
+        for top, a in integers.items()
+        for bottom, b in integers.items()
         if "head" in bottom and ("dim" in bottom or "size" in bottom) and a == value[0] * b
     )
     return next(quotients, str(value[0]))
+
+
+def _named_so(count: int, block: nn.Module) -> set[tuple[str, str]]:
+    """Return path and name of the attributes in a block with that count."""
+    return {
+        (path, name)
+        for path, module in block.named_modules()
+        for name, found in vars(module).items()
+        if type(found) is int and found == count > 1 and not name.startswith("_") and _fits(name)
+    }
 
 
 def _common(one: str, other: str) -> int:

@@ -303,10 +303,9 @@ class FeatureTracking(ValuelessTracking):
             self._record(self, func, args, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        marked = [(x, mark) for x in tensors_in((args, kwargs)) if (mark := self.mark_of(x)) is not None]
-        if not marked:
+        marks = [mark for x in tensors_in((args, kwargs)) if (mark := self.mark_of(x)) is not None]
+        if not marks:
             return
-        marks = [mark for _, mark in marked]
         kind = max(mark.kind for mark in marks)
         acts = [m for m in marks if m.kind == ACTIVATION]
         producers = frozenset().union(*(m.producers for m in marks))
@@ -371,8 +370,6 @@ class FeatureTracking(ValuelessTracking):
             try:
                 if name_of(func) in ("_to_copy", "clone", "contiguous"):
                     made: Any = stand_in(args[0])
-                elif name_of(func) == "embedding":
-                    made = torch.ops.aten.embedding.default(stand_in(args[0]), stand_in(args[1]))
                 elif name_of(func) == "view_as_complex":
                     made = stand_in(args[0]).select(-1, 0)
                 elif name_of(func) == "view_as_real":

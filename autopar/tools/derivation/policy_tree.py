@@ -108,12 +108,14 @@ def reached(blocks: list[nn.Module], key: str) -> tuple[list[Any], set[str]]:
     for end, part in enumerate(parts):
         below: list[Any] = []
         for module in found:
-            here = own_modules(module) if own_modules(module).get(part) is not None else own_parameters(module)
-            children = list(module.children()) if part == "*" else [here.get(part)]
-            if children == [None]:
+            child = own_modules(module).get(part)
+            child = own_parameters(module).get(part) if child is None else child
+            if part == "*":
+                below += module.children()
+            elif child is None:
                 lacking.add(".".join(parts[: end + 1]))
             else:
-                below += children
+                below.append(child)
         found = below
     return found, lacking
 
@@ -253,39 +255,35 @@ def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict
 
 def note_vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
     """Add the rules of embeddings of words and of the layers that make their logits; return the count of words."""
-    count = ""
-    tables = set()
-    for _, module in root.named_modules():
-        if not isinstance(module, PreTrainedModel):
-            continue
+    modules = dict(root.named_modules())
+    models = [module for module in modules.values() if isinstance(module, PreTrainedModel)]
+    tables = {path: module for path, module in modules.items() if isinstance(module, nn.Embedding)}
+    all_words = getattr(root.config, "vocab_size", None)
+    count, tied = "", set[int]()
+    for module in models:
         size = getattr(module.config, "vocab_size", None)
         try:
             words: Any = module.get_input_embeddings()
         except (NotImplementedError, AttributeError):
             words = None
         if not isinstance(words, nn.Embedding) and module is root:
-            words = next((m for m in root.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == size), None)
+            words = next((table for table in tables.values() if table.num_embeddings == size), None)
         if isinstance(words, nn.Embedding) and type(size) is int and words.num_embeddings == size:
-            tables.add(id(words.weight))
-            same = size == getattr(root.config, "vocab_size", None)
-            count = "vocab_size" if same and count in ("", "vocab_size") else "inferred"
-    for path, module in root.named_modules():
-        if isinstance(module, nn.Embedding) and id(module.weight) in tables:
+            tied.add(id(words.weight))
+            count = "vocab_size" if size == all_words and count in ("", "vocab_size") else "inferred"
+    found = {path: table for path, table in tables.items() if id(table.weight) in tied}
+    sizes = {table.num_embeddings for table in found.values()}
+    for module in models:
+        made: Any = module.get_output_embeddings()
+        if made is None and module is root:
+            linear = (child for child in root.children() if isinstance(child, nn.Linear))
+            made = next((child for child in linear if child.out_features == all_words), None)
+        if isinstance(made, nn.Linear) and made.out_features in sizes:
+            tied.add(id(made.weight))
+    for path, each in modules.items():
+        if path in found:
             rules[path] = {"embedding": "vocab"}
-    for _, module in root.named_modules():
-        if isinstance(module, PreTrainedModel):
-            made: Any = module.get_output_embeddings()
-            if made is None and module is root:
-                size = getattr(root.config, "vocab_size", None)
-                linear = [child for child in root.children() if isinstance(child, nn.Linear)]
-                made = next((child for child in linear if child.out_features == size), None)
-            own = next((p for p, m in root.named_modules() if m is made), "") if made is not None else ""
-            sizes = {t.num_embeddings for t in root.modules() if isinstance(t, nn.Embedding) and id(t.weight) in tables}
-            if own and isinstance(made, nn.Linear) and made.out_features in sizes:
-                rules[own] = {"column": "vocab", "gather_output": True}
-    tied = {id(p) for path, rule in rules.items() for p in root.get_submodule(path).parameters()}
-    for path, module in root.named_modules():
-        if isinstance(module, nn.Linear) and path not in rules and id(module.weight) in tied:
+        elif isinstance(each, nn.Linear) and id(each.weight) in tied:
             rules[path] = {"column": "vocab", "gather_output": True}
     return count
 
