@@ -102,18 +102,18 @@ def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head
         return _of_folder(path, every, trust)
     if ":" in source:
         return _of_code(source, every)
-    if source not in CONFIG_MAPPING and source.count("/") == 1 and not path.exists():
-        try:  # of the hub, or of transformers' cache of it; no weights are read
-            config = AutoConfig.from_pretrained(source)
-        except Exception as error:  # no network, no such model, a type that transformers does not have
-            raise ConfigError(
-                f"'{source}' is not a folder with a config.json, and its config cannot be read from the hub: "
-                f"{clip(str(error))}"
-            ) from error
-        return _of_config(config, getattr(config, "architectures", None) or [], every, source)
-    if source not in CONFIG_MAPPING:
+    if source in CONFIG_MAPPING:
+        return _of_config(CONFIG_MAPPING[source](), (), every)
+    if source.count("/") != 1 or path.exists():
         raise _unknown_type(source, f"'{source}' is not a folder with a config.json or")
-    return _of_config(CONFIG_MAPPING[source](), (), every)
+    try:  # of the hub, or of transformers' cache of it; no weights are read
+        config = AutoConfig.from_pretrained(source)
+    except Exception as error:  # no network, no such model, a type that transformers does not have
+        raise ConfigError(
+            f"'{source}' is not a folder with a config.json, and its config cannot be read from the hub: "
+            f"{clip(str(error))}"
+        ) from error
+    return _of_config(config, getattr(config, "architectures", None) or [], every, source)
 
 
 def _unknown_type(kind: str, said: str) -> ConfigError:
@@ -172,7 +172,7 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if content.get("auto_map") and trust:
         own, found = _remote_classes(folder, content)
-        return _of_classes(found, own, names, every, str(folder))
+        return _of_config(own, names, every, str(folder), found)
     if kind not in CONFIG_MAPPING and content.get("auto_map"):
         raise ConfigError(f"{folder} comes with its own code: --trust-remote-code runs it")
     if kind not in CONFIG_MAPPING:
@@ -184,17 +184,13 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
     return _of_config(config, names, every, str(folder))
 
 
-def _of_config(config: PretrainedConfig, names: Any, every: bool, folder: str = "") -> list[Head]:
-    """Return the classes of transformers that take ``config``: those in ``names``, else the usual one."""
-    found = _classes(config)
+def _of_config(
+    config: PretrainedConfig, names: Any, every: bool, folder: str = "", own: Mapping[str, Any] | None = None
+) -> list[Head]:
+    """Return the classes in ``names``, else the usual one, of transformers' for ``config`` or of the folder's own."""
+    found = own or _classes(config)
     if not found:
         raise ConfigError(f"transformers has no model class for model_type '{config.model_type}'")
-    return _of_classes(found, config, names, every, folder)
-
-
-def _of_classes(
-    found: Mapping[str, type[PreTrainedModel]], config: PretrainedConfig, names: Any, every: bool, folder: str
-) -> list[Head]:
     chosen = sorted(found) if every else [name for name in names if name in found] or _usual(found)
     return [Head(name, partial(_build, found[name], config), found[name], config, folder) for name in chosen]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.app import PP, TP, Json, Model, Trust, app, errors, print_json
+from autopar.cli.app import CP, EP, PP, TP, Json, Model, Trust, app, errors, print_json
 from autopar.cli.tables import filled, lines, shape, size
 from autopar.errors import ConfigError, VerificationError, listed
 
@@ -33,7 +33,6 @@ MODEL = Annotated[
         "my_model.py:CLASS. By default the first model type in the policy's match."
     ),
 ]
-EP = Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size; above --tp, replicas share the experts.")]
 
 
 @policy.command("list", short_help="List the model types that have a policy.", epilog="Example: autopar policy list")
@@ -65,7 +64,7 @@ def check(
     model: MODEL = None,
     tp: TP = 2,
     pp: PP = 1,
-    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size, which must fit.")] = 1,
+    cp: CP = 1,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Sequence parallelism must fit.")
     ] = False,

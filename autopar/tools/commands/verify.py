@@ -69,10 +69,11 @@ def verify(
 
             raise ConfigError("one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them")
         from autopar.tools.commands.models import named_object
-        from autopar.tools.verification.verify import verify as compare
+        from autopar.tools.verification.verify import checks_of, verify as compare
 
         listed = None if checks is None else [name.strip() for name in checks.split(",") if name.strip()]
-        built = _model(model, task, small, dtype, quantization, lora, trust, listed)
+        checks_of(listed)  # before a model is built
+        built = _model(model, task, small, dtype, quantization, lora, trust)
         given = None if batches is None else named_object(batches)
         given = given() if callable(given) else given
         report = compare(built, sections, batches=given, policy=policy, checks=listed, data_parallel_size=dp,
@@ -86,14 +87,7 @@ def verify(
 
 
 def _model(
-    source: str,
-    task: str | None,
-    small: bool,
-    dtype: str,
-    quantization: str | None,
-    lora: int | None,
-    trust: bool,
-    checks: list[str] | None,
+    source: str, task: str | None, small: bool, dtype: str, quantization: str | None, lora: int | None, trust: bool
 ) -> nn.Module:
     """Build the model with memory, from its weights if there are any, else small and random; quantize and adapt it."""
     import torch
@@ -102,9 +96,7 @@ def _model(
     from autopar.errors import ConfigError, in_one_line, nearest
     from autopar.tools.commands.models import fine_tuned, kind_of, of_task, quantize
     from autopar.tools.verification.small_models import build_small
-    from autopar.tools.verification.verify import checks_of
 
-    checks_of(checks)  # before a model is built
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype} must be one of {', '.join(_DTYPES)}.{nearest(dtype, _DTYPES)}")
     kind = None if quantization is None else kind_of(quantization)

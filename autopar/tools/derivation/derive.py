@@ -76,22 +76,16 @@ class Candidate:
     share: Any
     wide: bool
 
-    @property
-    def key(self) -> str:
-        """The entry under ``attributes``."""
-        return join(self.module, self.name)
-
 
 def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Names) -> dict[str, list[Candidate]]:
     """Return module -> candidates: the attributes of modules in the blocks that have the value of some count."""
     found: dict[str, dict[str, Candidate]] = {}
     for block in each.blocks:
-        length = len(block.split("."))
         live = [n for n in named if block in n.of_blocks and not n.gathered]
         for path, module in root.get_submodule(block).named_modules():
             full = join(block, path)  # and the families which lie in the module
             inside = [n for n in live if any(m.path.startswith(f"{full}.") for m in n.of_blocks[block].members)]
-            shown = ".".join(names(full).split(".")[length:])
+            shown = names.below(block, full)
             for attribute, value in _integers(module):
                 shares = (share for n in inside if (share := _share(value, n, block, attribute)) is not None)
                 if (share := next(shares, None)) is not None:
@@ -222,7 +216,7 @@ def _derive(model: PreTrainedModel) -> Derived:
 
 
 def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: Trace) -> Derived:
-    tree = trial.tree_with(trial.chosen)
+    tree = trial.tree_with_attributes()
     names = re.findall(r"'([^']*)':", str(tree))
     if not any(kind in name for name in names for kind in ("column", "row", "sharded", "embedding")):
         why = "no layers follow one another so that units of the first meet units of the second"
@@ -298,7 +292,7 @@ class _Trial:
 
     def _try(self, size: int) -> AutoparError | None:
         try:
-            plan = make_plan(self.model, read_user_policy(self.tree_with(self.chosen)), size)
+            plan = make_plan(self.model, read_user_policy(self.tree_with_attributes()), size)
             check_plan(self.model, "", plan)
             if size == _SIZES[0]:
                 first, taken = self.models[0], inspect.signature(self.models[0].model.forward).parameters
@@ -314,18 +308,14 @@ class _Trial:
             return error
         return None
 
-    def tree_with(self, chosen: dict[tuple[int, str], tuple[Candidate, ...]]) -> dict[str, Any]:
-        """Return the policy with attributes."""
-        tree = {**self.tree}
-        towers = dict(tree["towers"]) if "towers" in tree else {"": tree}
-        for number, name in enumerate(list(towers) if self.lists else []):
-            attributes = {}
-            for (tower, _), listed in chosen.items():
-                for candidate in listed if tower == number else ():
-                    attributes[self._key(candidate, self.lists[number])] = candidate.share
-            if attributes:
+    def tree_with_attributes(self) -> dict[str, Any]:
+        """Return the policy with the chosen attributes."""
+        towers = dict(self.tree.get("towers", {"": self.tree}))
+        for number, (name, each) in enumerate(zip(list(towers), self.lists, strict=False)):
+            chosen = [c for (tower, _), listed in self.chosen.items() if tower == number for c in listed]
+            if attributes := {self._key(candidate, each): candidate.share for candidate in chosen}:
                 towers[name] = {**towers[name], "blocks": {**towers[name]["blocks"], "attributes": attributes}}
-        return {**tree, "towers": towers} if "towers" in tree else towers[""]
+        return {**self.tree, "towers": towers} if "towers" in self.tree else towers[""]
 
     def _key(self, candidate: Candidate, each: BlockList) -> str:
         """Return the entry under ``attributes``, with ``?`` where some block lacks a module."""
@@ -335,7 +325,7 @@ class _Trial:
         name = candidate.name.removeprefix("config.")
         holders: list[Any] = found if name == candidate.name else [getattr(module, "config", None) for module in found]
         everywhere = not lacking and all(type(getattr(holder, name, None)) is int for holder in holders)
-        return candidate.key if everywhere else join(marked(path, lacking), f"{candidate.name}?")
+        return join(path, candidate.name) if everywhere else join(marked(path, lacking), f"{candidate.name}?")
 
     def _place(self, text: str) -> str:
         """Return the first path in an error that lies in a block; "" for none."""
@@ -347,12 +337,12 @@ class _Trial:
     def _group_of(self, text: str, left: dict[tuple[int, str], list[Any]]) -> tuple[int, str] | None:
         """Return the module whose attributes are tried next; None if all are tried."""
         place = self._place(text)
-        block = self.seen.names.block_of(place) if place else None
-        shown = ".".join(self.seen.names(place).split(".")[len(block.split(".")) :]) if block is not None else ""
+        block = self.seen.names.block_of(place)
+        shown = self.seen.names.below(block, place) if block is not None else ""
 
         def score(group: tuple[int, str]) -> int:
             alike = sum(1 for a, b in zip(shown.split("."), group[1].split("."), strict=False) if a == b)
-            named = any(candidate.key in text for candidate in self.chosen[group])
+            named = any(join(each.module, each.name) in text for each in self.chosen[group])
             return alike * 4 + 2 * shown.startswith(group[1]) + 8 * named
 
         fitting = (group for group in left if left[group] and (block is None or block in self.lists[group[0]].blocks))
@@ -361,7 +351,7 @@ class _Trial:
     def _columns_near(self, text: str) -> list[str]:
         """Return the columns of the families in the module that an error names; of all, if it names none."""
         place = self._place(text)
-        block = self.seen.names.block_of(place) if place else None
+        block = self.seen.names.block_of(place)
         scored: list[tuple[int, list[str]]] = []
         for family in (n.of_blocks[block] for many in self.named for n in many if block in n.of_blocks):
             paths = [zip(place.split("."), member.path.split("."), strict=False) for member in family.members]

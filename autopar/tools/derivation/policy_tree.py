@@ -68,37 +68,26 @@ def _tower(
     root: nn.Module, each: BlockList, named: list[Named], seen: Trace, decisions: Decisions, start: str
 ) -> dict[str, Any]:
     modules: dict[str, Any] = {}
-
-    def shared(block: str, path: str) -> str:
-        """Return the name of a path in a block below all blocks."""
-        return ".".join(seen.names(path).split(".")[len(block.split(".")) :])
-
     rules = {block: _rules_of_block(root, block, named, seen, decisions) for block in each.blocks}
-    split = {shared(block, path) for block, own in rules.items() for path in own}
-    for block in each.blocks:
-        start_of_block = len(block) + 1
-        below = [p for p, _ in root.get_submodule(block).named_modules() if p]
-        below += [p for p, _ in root.get_submodule(block).named_parameters()]
-        busy = {path for path in below if any(one.startswith(shared(block, f"{block}.{path}") + ".") for one in split)}
-        own_rules = {path[start_of_block:]: rule for path, rule in rules[block].items()}
-        for path, rule in _covered(root.get_submodule(block), own_rules, (), busy).items():
-            key = shared(block, f"{block}.{path}")
+    split = {outer for block, own in rules.items() for path in own for outer in around(seen.names.below(block, path))}
+    listed = [root.get_submodule(block) for block in each.blocks]
+    for block, module in zip(each.blocks, listed, strict=True):
+        paths = [path for path, _ in (*module.named_modules(), *module.named_parameters()) if path]
+        busy = [path for path in paths if seen.names.below(block, f"{block}.{path}") in split]
+        own_rules = {path[len(block) + 1 :]: rule for path, rule in rules[block].items()}
+        for path, rule in _covered(module, own_rules, (), busy).items():
+            key = seen.names.below(block, f"{block}.{path}")
             if modules.get(key, "replicated") == "replicated":
                 modules[key] = rule
-    listed = [root.get_submodule(block) for block in each.blocks]
-    units: dict[str, Any] = {}
-    for n in named:
-        units |= n.counts
-    tower: dict[str, Any] = {"units": units}
+    tower: dict[str, Any] = {"units": {unit: count for n in named for unit, count in n.counts.items()}}
     wanted, own_config = config_of(root.get_submodule(each.owner)), config_of(root)
     parts = {name: value for name, value in vars(own_config).items() if hasattr(value, "model_type")}
     parts |= {f"{name}.{inner}": below for name, value in parts.items() for inner, below in vars(value).items()}
     if wanted is not own_config and (config := next((name for name, part in parts.items() if part is wanted), "")):
         tower["config"] = config
     path = each.path[len(start) :] if each.path.startswith(start) else each.path
-    rules_of_all = {marked(key, reached(listed, key)[1]): rule for key, rule in modules.items()}
-    tower["blocks"] = {"path": path, "modules": rules_of_all}
-    return tower
+    marked_rules = {marked(key, reached(listed, key)[1]): rule for key, rule in modules.items()}
+    return tower | {"blocks": {"path": path, "modules": marked_rules}}
 
 
 def reached(blocks: list[nn.Module], key: str) -> tuple[list[Any], set[str]]:

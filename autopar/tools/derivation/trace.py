@@ -49,6 +49,10 @@ class Names:
             self._known[path] = ".".join("*" if star else part for part, star in zip(parts, starred, strict=True))
         return self._known[path]
 
+    def below(self, block: str, path: str) -> str:
+        """Return the name of a path in a block below all blocks."""
+        return ".".join(self(path).split(".")[len(block.split(".")) :])
+
     def block_of(self, path: str) -> str | None:
         """Return the path of the block that a module or parameter lies in."""
         return next((block for block in self._blocks if lies_in(path, block)), None)
