@@ -65,15 +65,6 @@ def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return [dim] if isinstance(dim, int) else list(dim)
 
 
-def matrices_of(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """Return the two factors of a product of matrices and its added term; None for another operator."""
-    if name in ("mm", "bmm"):
-        return args[0], args[1], None
-    if name in ("addmm", "baddbmm"):
-        return args[1], args[2], args[0]
-    return None
-
-
 def unique_pairs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the distinct pairs of numbers at the same places of two tensors that broadcast: ``[pairs, 2]``."""
     one, other = torch.broadcast_tensors(one, other)
@@ -340,9 +331,10 @@ class FeatureTracking(ValuelessTracking):
             return [self._resized(args[0], outputs[0], base)]
         if name == "convolution" and (made := self._per_channel(args, outputs[0], base)) is not None:
             return [made]
-        matrices = matrices_of(name, args)
-        if matrices is not None:
-            return [self._product(*matrices, outputs[0], base)]
+        if name in ("mm", "bmm"):
+            return [self._product(args[0], args[1], None, outputs[0], base)]
+        if name in ("addmm", "baddbmm"):
+            return [self._product(args[1], args[2], args[0], outputs[0], base)]
         dims = reduced_dims(func, args, kwargs)
         if dims is not None:
             return self._reduced(args, dims, outputs, base)

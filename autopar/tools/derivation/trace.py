@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -228,19 +229,17 @@ def trace(
     shared = Names(root, blocks)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     inside = tuple(path + "." for path in blocks)
-
     sources = {name for name in names.values() if name.startswith(inside) and shared(name) not in decisions.whole}
     tracking = FeatureTracking(names, sources, record)
     if known is not None:
         tracking.components = known.tracking.components
         tracking.first_of, tracking.count_of = known.tracking.first_of, known.tracking.count_of
     seen = Trace(tracking, shared)
-    hooks: list[Any] = []
-    for path, module in root.named_modules():
-        around = _ModuleHooks(path, module, path in blocks, inside, decisions, seen)
-        hooks.append(module.register_forward_pre_hook(_untracked(around.before), with_kwargs=True))
-        hooks.append(module.register_forward_hook(_untracked(around.after), with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for path, module in root.named_modules():
+            around = _ModuleHooks(path, module, path in blocks, inside, decisions, seen)
+            hooks.enter_context(module.register_forward_pre_hook(_untracked(around.before), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(_untracked(around.after), with_kwargs=True))
         for each in models:
             own = [block for block in blocks if block.startswith(each.path + ".")]
             if each.path and own and seen.proven.issuperset(own):
@@ -251,9 +250,6 @@ def trace(
                 features = tracking.features_of(tensor)
                 if features is not None:
                     tracking.spoil(features)  # an output of the model
-    finally:
-        for hook in hooks:
-            hook.remove()
     return seen
 
 
