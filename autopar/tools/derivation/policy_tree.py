@@ -46,18 +46,15 @@ def policy_tree(
     units = {"vocab": vocab} if vocab else {}
     tree: dict[str, Any] = {"match": {"model_type": [root.config.model_type]}}
     if not towers:
-        tree |= {"units": units or {"ffn": "inferred"}, "prefix": {**before, **after}, "head": head}
-        return {name: value for name, value in tree.items() if value}, []
-    if len(towers) == 1 and "config" not in towers[0]:
+        tree |= {"units": units, "prefix": {**before, **after}}
+    elif len(towers) == 1 and "config" not in towers[0]:
         tree |= {"units": {**towers[0].pop("units"), **units}, "prefix": before, **towers[0], "suffix": after}
     else:
         tree |= {"units": units, "prefix": before}
         names: list[str] = []
         for each in lists:
-            known = {*_UNNAMED, *names}
-            names.append(
-                next((part for part in reversed(each.path.split(".")) if part not in known), f"tower{len(names)}")
-            )
+            free = (part for part in reversed(each.path.split(".")) if part not in {*_UNNAMED, *names})
+            names.append(next(free, f"tower{len(names)}"))
         tree["towers"] = dict(zip(names, towers, strict=True))
         towers[-1]["suffix"] = after
     tree |= {"head": head, "units": tree["units"] or {"ffn": "inferred"}}
