@@ -47,12 +47,9 @@ def _trace(model: Any, plan: Plan) -> Trace:
     columns = [path for path, rule in plan.modules.items() if rule.rule == "column"]
     enters = [path for path, rule in plan.modules.items() if rule.enter_output]
     regions = [path for path, rule in plan.modules.items() if rule.rule == "region"]
-    decisions = Decisions(
-        enters=frozenset(map(names, enters)),
-        regions=frozenset(map(names, regions)),
-        only=frozenset(map(names, columns)),
-    )
-    return trace(models, blocks, decisions)
+    every = (path for path, _ in (*root.named_modules(), *root.named_parameters()))
+    whole = frozenset(map(names, every)) - frozenset(map(names, columns))
+    return trace(models, blocks, Decisions(whole, frozenset(map(names, enters)), frozenset(map(names, regions))))
 
 
 def _lines(seen: Trace, plan: Plan) -> Iterator[_Line]:
