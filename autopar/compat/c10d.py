@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d as native
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
-HashStore = dist.HashStore
-PrefixStore = dist.PrefixStore
+HashStore = native.HashStore
+PrefixStore = native.PrefixStore
 default_group = distributed_c10d._get_default_group
 default_store = distributed_c10d._get_default_store
 fake_worlds: list[int] = []

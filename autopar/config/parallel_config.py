@@ -310,7 +310,8 @@ def _of_zero(c: Any) -> Iterator[str]:
 def _unfit(values: Mapping[str, Any], world_size: int | None) -> list[str]:
     """List what keeps ``initialize`` from these sizes in a world of that size, if that is known."""
     tp, cp, pp, ep = (values[f"{kind}_parallel_size"] for kind in ("tensor", "context", "pipeline", "expert"))
-    problems, replicas, zero = [], None, values["zero_shard_size"]
+    zero, problems = values["zero_shard_size"], list[str]()
+    replicas: int | None = None
     if world_size is not None and world_size % (tp * cp * pp):
         problems.append(_does_not_divide(tp, cp, pp, world_size))
     elif world_size is not None:

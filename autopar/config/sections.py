@@ -178,7 +178,8 @@ class PipelineConfig:
     @classmethod
     def of(cls, section: Mapping[str, Any], pp: int, problems: list[str]) -> PipelineConfig:
         """Make it of the keys of the section; problems are added to ``problems``."""
-        found = {"schedule": "1f1b", **section, "layers_per_stage": tuple(section.get("layers_per_stage", ()))}
+        layers = tuple(section.get("layers_per_stage", ()))
+        found: dict[str, Any] = {"schedule": "1f1b", **section, "layers_per_stage": layers}
         found.setdefault("chunks", 2 if found["schedule"] in ("interleaved", *_FOLDED) else 1)
         if pp > 1 and not found.keys() & {"microbatch_size", "num_microbatches"}:
             found["microbatch_size"] = 1
