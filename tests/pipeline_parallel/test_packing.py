@@ -7,6 +7,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 import autopar
+from autopar.pipeline_parallel.outputs import find_cache
 from tests.compare import same_gradients
 from tests.parity import close
 from tests.pool import pooled
@@ -48,3 +49,29 @@ def check(**sizes: int) -> None:
 @pooled(world_size=4)
 def test_packed_documents_through_stages_of_two_ranks() -> None:
     check(tensor_parallel_size=2, pipeline_parallel_size=2)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_training_pass_makes_no_cache_where_transformers_does_the_same_without() -> None:
+    """Positions that are given may start again, and with a cache transformers does not see it."""
+    plain = llama().train()
+    ids = torch.randint(0, 131, (2, 8), generator=torch.Generator().manual_seed(3))
+    again = torch.arange(8).remainder(5).expand(2, -1)
+    caches: list[bool] = []
+    for given, cached in (({}, False), ({"position_ids": again}, True), ({"use_cache": True}, True)):
+        model = autopar.initialize(copy.deepcopy(plain), {"pp": 2, "pipeline": {"microbatch_size": 1}}).train()
+        for block in model.model.layers:
+            block.register_forward_pre_hook(
+                lambda _, args, kwargs: caches.append(find_cache(args, kwargs) is not None), with_kwargs=True
+            )
+        caches.clear()
+        output = model.execute_pipeline({"input_ids": ids, "labels": ids, **given})
+        assert set(caches) == {cached}
+        reference = copy.deepcopy(plain)
+        expected = reference(input_ids=ids, labels=ids, **given).loss
+        expected.backward()
+        if output.loss is not None:
+            close(output.loss.detach(), expected.detach(), "loss")
+        same_gradients(model, reference)
+        model.mpu.destroy()
