@@ -316,7 +316,7 @@ class FeatureTracking(ValuelessTracking):
             for output in outputs:
                 self.mark(output, base)
             return
-        for output, made in zip(outputs, self.marks_of(func, args, kwargs, outputs, base), strict=True):
+        for output, made in zip(outputs, self._marks_of(func, args, kwargs, outputs, base), strict=True):
             self.mark(output, made)
             if schema_of(func).is_mutable and base_of(output) is not None and made.features is not None:
                 self.write_into(base_of(output), output, made)
