@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.data_parallel.gradients import counted_here, gradient_norm
+from autopar.data_parallel.gradients import counted_here, tensor_norm
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.tensor_parallel import parallelize
@@ -50,7 +50,8 @@ def check_stages(tp):
         assert tied in {plan.canonical(name) for name in mine}
         assert (tied in counted) == (mpu.pp.rank == 0)
         for p, expected in norms.items():
-            norm = gradient_norm(mine, plan, mpu, counted, p)
+            gradients = {name: q.grad for name, q in mine.items() if q.grad is not None}
+            norm = tensor_norm(gradients, plan, mpu, counted, p, mine.values())
             close(norm, expected, f"norm of order {p}")
             everyone = [torch.zeros(()) for _ in range(dist.get_world_size())]
             dist.all_gather(everyone, norm)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from autopar.features.quantized.quantizers import Mxfp4
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 from transformers.integrations.mxfp4 import dequantize_convertops
 
 import autopar
 from autopar.errors import ConfigError
+from autopar.features.quantized.files import Mxfp4
 from autopar.storage.lazy_tensor import InMemory
 from tests.features.quantized.folders import say, write_fp8, write_mxfp4
 from tests.features.quantized.models import FAMILIES, batches, write
