@@ -285,7 +285,7 @@ class ReplicaGradients:
         """Average the gradients at the end. A collective of all replicas.
 
         Args:
-            early: Whether buckets may start inside; identical on all replicas.
+            early: True if buckets may start inside; identical on all replicas.
 
         Yields:
             A function that is called before the last backward of a stage (None: of the model), in which buckets start.

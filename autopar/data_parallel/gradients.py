@@ -57,7 +57,7 @@ def tensor_norm(
         tensors: Gradients or weights by the names of their parameters.
         counted: Result of :func:`counted_here`.
         held: All parameters of this rank: the dtype of the norm, and whether FSDP2 has sharded them.
-        of_stage: Whether it is the norm of this stage; then a collective of its ranks.
+        of_stage: True for the norm of this stage alone; then a collective of its ranks.
     """
     parts = []
     for name, tensor in tensors.items():
@@ -184,7 +184,7 @@ class ReplicaNorm:
         Scaled gradients, and those that ``FullyShardedDataParallel`` has flattened, raise.
 
         Args:
-            single: Whether they are one parameter; then a collective of the stage.
+            single: True for one parameter; then a collective of the stage.
         """
         if self.scaled:
             raise ConfigError(
@@ -283,7 +283,7 @@ def clip_grad_norm_(
             ``DistributedDataParallel`` around it.
         max_norm: Largest norm that is not clipped.
         norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: Whether to raise, on every rank, if the norm is nan or infinite.
+        error_if_nonfinite: True to raise, on every rank, if the norm is nan or infinite.
 
     Returns:
         The norm before clipping, a scalar in fp32 (fp64 for fp64 gradients).

@@ -44,7 +44,7 @@ def stepping(optimizer: Optimizer, group: dict[str, Any], config: ParallelConfig
     full parameters on each rank. ``sharded``: shards, except for Muon's directions.
 
     Args:
-        given: Whether ``initialize`` gets the optimizer, so that full parameters can be stepped.
+        given: True if ``initialize`` gets the optimizer, so that full parameters can be stepped.
     """
     tp, stages, experts = config.tensor_parallel_size, config.pipeline_parallel_size, config.expert_parallel_size
     name, alone, zero = type(optimizer).__name__, max(tp, experts) == 1, given and config.zero_stage == 1

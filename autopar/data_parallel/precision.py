@@ -68,7 +68,7 @@ def to_half(
 
     Args:
         masters: Receives the unrounded fp32 weights.
-        keep: Whether this rank steps a parameter, and so needs its fp32 weight.
+        keep: Function that returns if this rank steps a parameter, and so needs its fp32 weight.
     """
     stays_fp32 = keeps_fp32(inner, dtype)
     for name, parameter in model.named_parameters():
