@@ -1,5 +1,6 @@
 """The Python of every page runs, on two ranks, page by page; and does what the comments in it say."""
 
+import copy
 import os
 import re
 import shlex
@@ -25,6 +26,7 @@ from tests.docs.pages import DOCS, PAGES, codes
 from tests.features.generation.test_text_generation import tokenizer
 from tests.features.peft.adapted import batch
 from tests.integrations.runs import Sequences, launched
+from tests.parity import close
 from tests.small import gpt2, llama
 from tests.worlds import distributed
 
@@ -44,7 +46,7 @@ RUN = {
     DOCS / "rehearsal.md": 1,
     DOCS / "start.md": 1,
     DOCS / "trainer.md": 1,
-    DOCS / "training.md": 2,
+    DOCS / "training.md": 3,
     DOCS / "verify.md": 1,
 }
 
@@ -145,6 +147,28 @@ def test_verify(tmp_path: Path) -> None:
     assert run(DOCS / "verify.md", tmp_path)["report"].ok
 
 
+def _average(code: str, page: str) -> None:
+    """Two steps of the loop that averages in its last backward, against one process with the batches of both ranks."""
+    plain = gpt2().train()
+    model = autopar.initialize(copy.deepcopy(plain), {})
+    stepped = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(2):
+        ids = torch.randint(0, 100, (2, 2, 1, 5), generator=torch.Generator().manual_seed(step))  # [rank, batch, ...]
+        for part in ids.flatten(0, 1):
+            (plain(part, labels=part).loss / 4).backward()
+        mine = [{"input_ids": part, "labels": part} for part in ids[dist.get_rank()]]
+        exec(
+            compile(code, page, "exec"),
+            {"model": model, "optimizer": stepped[1], "micro_batches": mine, "autopar": autopar},
+        )
+        stepped[0].step()
+        for optimizer in stepped:
+            optimizer.zero_grad()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        close(q, p, name)
+    model.mpu.destroy()
+
+
 @distributed(world_size=2)
 def test_training(tmp_path: Path) -> None:
     page = DOCS / "training.md"
@@ -156,7 +180,8 @@ def test_training(tmp_path: Path) -> None:
         assert name == "mpu" or callable(getattr(model, name)), name
     assert (names["out"].loss is None) == (dist.get_rank() == 0), "out.loss is that of the last stage"
     assert optimizer.skipped_steps < 3 and optimizer.gradient_norm > 0
-    (last,) = blocks(page)[1:]
+    average, last = blocks(page)[1:]
+    _average(average, page.name)
     exec(compile(last, page.name, "exec"), names)
     plain = names["plain"]
     assert plain is model and not hasattr(plain, "mpu"), "deparallelize gives back the same object"

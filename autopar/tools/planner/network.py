@@ -81,7 +81,7 @@ class Network:
 def exposed(total: float, work: float) -> float:
     """Return the part of ``total`` seconds of communication that does not overlap with seconds of ``work``.
 
-    Other collectives are no such work: they use the same links.
+    Other collectives do not count as work: they use the same links.
     """
     return total - _ASSUMED["overlap"] * min(total, work)
 
