@@ -233,7 +233,11 @@ class Writer:
             record = write_shard(folder, save_id, part, place, specs, tensors.__getitem__, local.rows[part])
             written[part] = record.to_json()
         for part in written:  # the disk has begun with the first file while the last one was written
-            fsync(folder / shard_name(part, *place))
+            name = shard_name(part, *place)
+            try:
+                fsync(folder / name)
+            except OSError as error:
+                raise CheckpointError(f"cannot write {name} into {folder}: {error.strerror or error}") from error
         return {**local.report, "files": written}
 
     def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:

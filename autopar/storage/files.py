@@ -76,9 +76,11 @@ class RangeFile(Closing):
             self._first = self._first or self._state(self._handle)
         return self._handle
 
-    @staticmethod
-    def _state(handle: int) -> tuple[int, int]:
-        found = os.fstat(handle)
+    def _state(self, handle: int) -> tuple[int, int]:
+        try:
+            found = os.fstat(handle)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         return found.st_size, found.st_mtime_ns
 
     def size(self) -> int:

@@ -142,7 +142,7 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
 class Computed(LazyTensor):
     """Output ``which`` of an operation, of the form of the meta tensor ``like``, which is run again at each read.
 
-    A pointwise one runs on the box alone; any other one needs its full inputs.
+    It runs on the box alone if all operations up to it are pointwise; else on full inputs.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, which: int, like: torch.Tensor) -> None:
@@ -152,10 +152,10 @@ class Computed(LazyTensor):
         self._which = which
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        pointwise = torch.Tag.pointwise in self._call[0].tags
-        for place, part in parts_of(box, self.dtype.itemsize) if pointwise else ():
+        in_boxes = _in_boxes(self)
+        for place, part in parts_of(box, self.dtype.itemsize) if in_boxes else ():
             out[place].copy_(self._run(part)[self._which])
-        if not pointwise:
+        if not in_boxes:
             InMemory(self._run()[self._which]).read_into(out, box)
 
     def _run(self, box: Box | None = None) -> list[Any]:
@@ -170,6 +170,11 @@ class Computed(LazyTensor):
 
         func, args, kwargs = self._call
         return tree_leaves(func(*tree_map(real, args), **tree_map(real, kwargs)))
+
+
+def _in_boxes(lazy: LazyTensor) -> bool:
+    pointwise = not isinstance(lazy, Computed) or torch.Tag.pointwise in lazy._call[0].tags
+    return pointwise and all(map(_in_boxes, lazy.bases))
 
 
 def _real(value: Any) -> Any:

@@ -145,7 +145,7 @@ class FourBit(QuantizedWeight):
             held = Layout(0, layout.in_steps(self.block[layout.dim]).blocks)
             places[layout.dim] = held.shard(places[layout.dim], rank)
             group = (places[0][:, None] * blocks + places[1]) // state.state2.blocksize  # [out, in/64] of the shard
-            numbers = state.state2.code[codes.int()] * tensors["groups"][group] + state.offset
+            numbers = state.state2.code[codes.int()] * tensors["groups"].reshape(-1)[group] + state.offset
             tensors = tensors | {"scales": numbers}
         super().take(tensors, layout, rank)
 

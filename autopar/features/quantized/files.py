@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.mxfp4 import Mxfp4Dequantize, dequantize_convertops
+from transformers.integrations.mxfp4 import Mxfp4Dequantize, convert_moe_packed_tensors
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from autopar.checkpoint.shards import Shards
@@ -164,6 +164,8 @@ class Mxfp4(LazyTensor):
     """
 
     def __init__(self, blocks: LazyTensor, scales: LazyTensor, dtype: torch.dtype) -> None:
+        if tuple(scales.shape) != tuple(blocks.shape[:-1]):
+            raise ValueError(f"scales {list(scales.shape)} do not fit blocks {list(blocks.shape)}")
         experts, outputs, count, size = blocks.shape
         super().__init__((experts, count * size * 2, outputs), dtype, [blocks, scales])
 
@@ -174,7 +176,7 @@ class Mxfp4(LazyTensor):
         for place, expert in enumerate(range(*experts)):  # one at a time: numbers take four times their memory
             mine = ((expert, expert + 1), outputs, (start, stop))
             packed = blocks.read((*mine, (0, blocks.shape[-1])))
-            plain = dequantize_convertops(packed, scales.read(mine), self.dtype)[0]
+            plain = convert_moe_packed_tensors(packed, scales.read(mine), dtype=self.dtype)[0]
             out[place].copy_(plain[low - start * each : high - start * each])
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
-from transformers.integrations.mxfp4 import dequantize_convertops
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import autopar
 from autopar.errors import ConfigError
@@ -78,7 +78,7 @@ def test_of_mxfp4_the_blocks_of_a_shard_are_read(box: Any) -> None:
     drawn = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 5, 2, 16), dtype=torch.uint8, generator=drawn)
     scales = torch.randint(120, 130, (3, 5, 2), dtype=torch.uint8, generator=drawn)
-    due = dequantize_convertops(blocks, scales, torch.bfloat16)
+    due = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
     lazy = Mxfp4(InMemory(blocks), InMemory(scales), torch.bfloat16)
     assert lazy.shape == due.shape and torch.equal(lazy.read(box), due[tuple(slice(*each) for each in box)])
 
