@@ -36,8 +36,10 @@ _SIZES = {"hidden_size": 192, "num_attention_heads": 3, "head_dim": 64, "interme
 _SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 3, "max_position_embeddings": 64, "pad_token_id": 0}
 _OF_GPT2 = {"n_embd": 192, "n_head": 3, "n_layer": 2, "vocab_size": 131, "n_positions": 64, "eos_token_id": 0}
 _OF_GPT2 |= {"bos_token_id": 0, "tie_word_embeddings": False, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+_EVEN = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**_SIZES)),
+    "even": (LlamaForCausalLM, lambda: LlamaConfig(**{**_SIZES, **_EVEN})),
     "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**{**_SIZES, "num_key_value_heads": 1})),
     "phi3": (Phi3ForCausalLM, lambda: Phi3Config(**{k: v for k, v in _SIZES.items() if k != "head_dim"})),
     "mixtral": (MixtralForCausalLM, lambda: MixtralConfig(**_SIZES, num_local_experts=4)),

@@ -59,6 +59,18 @@ def test_any_mesh(form: str, tmp_path: Path) -> None:
             same(model, autopar.initialize(quantized(form), config))
 
 
+@pytest.mark.tier("all")
+@pooled(world_size=2)
+def test_groups_of_scales_that_have_two_dims(tmp_path: Path) -> None:
+    for number, config in enumerate(({}, {"pp": 2})):
+        autopar.initialize(quantized("nf4 nested", "even"), config).save_parallelized(str(tmp_path / f"{number}"))
+        model: Any = autopar.initialize(quantized("nf4 nested", "even"), {"tp": 2})
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        model.from_parallelized(str(tmp_path / f"{number}"))
+        same(model, autopar.initialize(quantized("nf4 nested", "even"), {"tp": 2}))
+
+
 @pooled(world_size=2)
 def test_after_an_evaluation_on_a_cpu_that_packs_weights(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
