@@ -8,6 +8,7 @@ from autopar.compat.patches import patches as patches
 from autopar.config import ParallelConfig as ParallelConfig
 from autopar.data_parallel.gradients import (
     average_gradients as average_gradients,
+    average_in_backward as average_in_backward,
     clip_grad_norm_ as clip_grad_norm_,
 )
 from autopar.data_parallel.precision import GradScaler as GradScaler

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -83,11 +83,10 @@ def buckets(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
 
 
 class Bucket:
-    """Gradients of one dtype that are summed over a group in one buffer.
+    """Gradients of one dtype that are summed over a group in one buffer; gradients of another dtype are left out.
 
     Args:
         parameters: Parameters in an order that is identical on all ranks of the group.
-        dtype: Dtype of the gradients. A gradient in another dtype is left out.
         scale: Factor before the sum, which might be too large for fp16.
         wide: Dtype of the buffer if it is wider than the gradients; None: their dtype.
     """
@@ -131,7 +130,8 @@ class Bucket:
                 part.copy_(source)
             else:
                 torch.mul(source, self._scale, out=part)
-            if not (self.is_wide or isinstance(gradient, DTensor) or gradient.requires_grad or is_view(gradient)):
+            is_own = not (isinstance(gradient, DTensor) or gradient.requires_grad or is_view(gradient))
+            if is_own and not self.is_wide and gradient.is_contiguous():
                 gradient.set_(part.view(gradient.shape))  # type: ignore[call-overload]  # one of torch's own
             self._gradients.append(gradient)
             parameter.grad = None
@@ -144,7 +144,7 @@ class Bucket:
     @torch.no_grad()
     def finish(self, found: Mapping[nn.Parameter, torch.dtype]) -> None:
         """Wait for the sum, and give the parameters that are in ``found`` their gradients."""
-        finish(self._work)
+        _wait(self._work, self._parts[0])
         for parameter, taken, part in zip(self.parameters, self._gradients, self._parts, strict=True):
             if parameter not in found:
                 continue
@@ -177,8 +177,6 @@ def sum_gradients(
         early: Buckets of the group that have started already.
     """
     parameters = [parameter for run in runs for parameter in run]
-    if not parameters:
-        return {}
     trained = [int(parameter.requires_grad) for parameter in parameters]
     kinds = [  # 0: no gradient; 1: in the parameter's dtype; 2: in fp32 instead
         0 if p.grad is None or not p.requires_grad else 1 + (p.grad.dtype != p.dtype) for p in parameters
@@ -208,11 +206,10 @@ def sum_gradients(
         started.append(bucket.start())
         if bucket.is_wide:  # one at a time: gradients and buffer are in memory
             started.pop().finish(late)
-    for bucket in started:
-        bucket.finish(late)
-    for bucket in early:
-        bucket.finish(found)
-    return found | late
+    both = found | late
+    for bucket in (*started, *early):
+        bucket.finish(both)
+    return both
 
 
 def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -237,11 +234,7 @@ _IN_FLIGHT = 4  # buckets of a broadcast
 
 
 def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
-    """Broadcast tensors in place, each from one rank of the axis; several buckets travel at once.
-
-    Args:
-        tensors: Tensors with the ranks that have their values, identical on all ranks.
-    """
+    """Broadcast tensors in place, each from the rank of the axis next to it; several buckets travel at once."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor, source in tensors:
         kinds.setdefault((source, tensor.dtype, tensor.device), []).append(tensor)
@@ -259,8 +252,13 @@ def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
         _land(*each)
 
 
+def _wait(work: Any, x: torch.Tensor) -> None:
+    if work is not None:  # an accelerator's is not waited for by the host
+        finish(work) if x.is_cpu else work.wait()
+
+
 def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
-    finish(work)
+    _wait(work, flat)
     for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
         if tensor.data_ptr() != part.data_ptr():
             tensor.copy_(part.view(tensor.shape))
@@ -284,11 +282,8 @@ class ReplicaGradients:
     def averaged(self, model: nn.Module, *, early: bool) -> Iterator[Callable[[int | None], None]]:
         """Average the gradients at the end. A collective of all replicas.
 
-        Args:
-            early: True if buckets may start inside; identical on all replicas.
-
-        Yields:
-            A function that is called before the last backward of a stage (None: of the model), in which buckets start.
+        Yield a function to call before the last backward of a stage (None: of the model), in which buckets start if
+        ``early``, identical on all replicas.
         """
         own = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
         names = {parameter: name for name, parameter in own.items()}
@@ -297,15 +292,14 @@ class ReplicaGradients:
             axis = self._axes[number]
             if own.keys() >= set(held):
                 started.append((number, Bucket([own[name] for name in held], dtype, axis.group, 1 / axis.size)))
-        self._early = []  # after an error the replicas begin anew
+        self._early = []  # until the replicas have agreed again
         waiting = deque(bucket for _, bucket in started)
         bucket_of = {parameter: bucket for bucket in waiting for parameter in bucket.parameters}
         handles: list[Any] = []
 
         def start(when: Callable[[Bucket], bool]) -> None:
             while waiting and when(waiting[0]):
-                with self._blame():
-                    stack.enter_context(self._failures.deadline())
+                with self._blame(), self._failures.deadline():
                     waiting.popleft().start()
 
         def arrived(parameter: nn.Parameter) -> None:
@@ -318,15 +312,24 @@ class ReplicaGradients:
                 if its and parameter.requires_grad:
                     handles.append(parameter.register_post_accumulate_grad_hook(arrived))
 
-        with ExitStack() as stack:
-            try:
-                yield arm
-            finally:
-                for handle in handles:
-                    handle.remove()
-            start(lambda _: True)
-            with self._blame(), self._failures.deadline():
-                self._end(model, names, started)
+        try:
+            yield arm
+        except Exception:
+            with suppress(Exception):  # replicas that all skip this step have then started the same
+                start(lambda _: True)
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+        start(lambda _: True)
+        with self._blame(), self._failures.deadline():
+            self._end(model, names, started)
+
+    def _meets_in_a_backward(self, model: nn.Module, axis: Axis) -> bool:
+        """Return whether a backward runs collectives of the axis's group: their order must not depend on gradients."""
+        mpu = self._mpu
+        used = [other.group for other in (mpu.tp, mpu.cp, mpu.pp, mpu.ep) if other.size > 1]
+        return axis.group in used or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
     @property
     def _axes(self) -> tuple[Axis, Axis]:
@@ -349,7 +352,8 @@ class ReplicaGradients:
             early = [bucket for at, bucket in started if at == number]
             both = [*runs, *runs_of(shared, alike)]
             found = sum_gradients(both, axis.group, 1 / axis.size, by_id, wide, early)
-            following += [(number, bucket) for bucket in _in_buckets(runs, found, axis.group, 1.0, wide)]
+            if not self._meets_in_a_backward(model, axis):
+                following += [(number, bucket) for bucket in _in_buckets(runs, found, axis.group, 1.0, wide)]
         following.sort(key=lambda entry: -min(place[parameter] for parameter in entry[1].parameters))
         self._early = [(at, [names[p] for p in b.parameters], b.dtype) for at, b in following if not b.is_wide]
 

@@ -289,8 +289,7 @@ def clip_grad_norm_(
         The norm before clipping, a scalar in fp32 (fp64 for fp64 gradients).
 
     Raises:
-        ConfigError: the model is not parallelized, its precision is fp16, ``max_norm`` or ``norm_type`` is not a
-            positive number.
+        ConfigError: the model is not parallelized, its precision is fp16, or an argument is not a positive number.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
     """
     if not max_norm >= 0:

@@ -279,7 +279,8 @@ class Engine:
         self._turn = {action: turn for row in lists for turn, action in enumerate(row)}
         with base_seed(self.plan.stages > 1 and self.model.training) as self._seed:
             failures, ready = self.p2p.failures, step.before_last_backward
-            last = {action.stage: action for action in lists[self.rank] if action.kind in "BW"}
+            full = "BI" if self._recomputes else "BW"  # see :meth:`_backward`
+            last = {action.stage: action for action in lists[self.rank] if action.kind in full}
             for action in lists[self.rank]:
                 kind, stage, microbatch = action
                 collective = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"

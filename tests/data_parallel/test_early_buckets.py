@@ -158,3 +158,41 @@ def test_stages_start_buckets_in_their_last_backward(schedule: str) -> None:
             if step:
                 plain.zero_grad()
                 model.zero_grad()
+
+
+@pooled(world_size=2)
+def test_replicas_that_all_skip_a_failed_step_continue() -> None:
+    """They fail at different places of the backward, with other buckets on the way."""
+    model, early = _pair(llama)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grad_sync, "_BUCKET_ON_CPU", 4096)
+        for step in range(4):
+            loss = early(**_batch(early, step)).loss
+            if step == 2:
+                weight = early.get_parameter(f"model.layers.{early.mpu.dp.rank}.mlp.up_proj.weight")
+                handle = weight.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError), autopar.average_in_backward(early):
+                    loss.backward()
+                handle.remove()
+            else:
+                with autopar.average_in_backward(early):
+                    loss.backward()
+                model(**_batch(model, step)).loss.backward()
+                autopar.average_gradients(model)
+                _same_gradients(model, early)
+            model.zero_grad()
+            early.zero_grad()
+
+
+@pooled(world_size=2)
+def test_groups_that_a_backward_uses_start_no_bucket_inside() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        model = autopar.initialize(llama(), {"model_parallelism": {"context_parallel_size": 2}})
+        batch = {"input_ids": IDS[:2, :8], "labels": IDS[:2, :8]}
+        for _ in range(2):
+            log = _Log(patch)
+            with autopar.average_in_backward(model):
+                model(**batch).loss.backward()
+            patch.undo()
+            assert log.inside == 0 and log.outside > 5
+            model.zero_grad()

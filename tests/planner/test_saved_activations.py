@@ -224,15 +224,17 @@ def test_of_four_ranks() -> None:
 def _waiting_between_halves(model: Any) -> dict[int, int]:
     """Stage -> bytes of the gradients that wait for the second half of a backward, each storage once."""
     waiting: dict[int, int] = {}
-    first_half = Engine._backward_input
+    backward = Engine._backward
 
-    def counted(engine: Engine, stage: int, microbatch: int, step: Any) -> None:
-        first_half(engine, stage, microbatch, step)
+    def counted(engine: Engine, stage: int, microbatch: int, step: Any, *, full: bool = True) -> None:
+        backward(engine, stage, microbatch, step, full=full)
+        if full:
+            return
         rest = engine._open[stage, microbatch].rest
         arrived = [gradient for each in rest.arrived.values() for gradient in each] if rest is not None else []
         waiting[stage] = sum({x.data_ptr(): x.nbytes for x in arrived if x is not None}.values())
 
-    with patch.object(Engine, "_backward_input", counted):
+    with patch.object(Engine, "_backward", counted):
         model.execute_pipeline(_inputs(model, BATCH))
     return waiting
 

@@ -217,9 +217,12 @@ class StepMixin(ParallelBase):
         """Run forward and backward of one batch of this replica; after the last of a step average the gradients."""
         ours, last = self.model, self.accelerator.sync_gradients
         if ours.mpu.pp.size == 1:
-            with average_in_backward(ours) if last else nullcontext():
-                return self._weighted_step(model, inputs, num_items_in_batch)
-        loss = self._staged_step(ours, inputs, num_items_in_batch)
+            early = last and not (self.has_own("training_step") or self.has_own("compute_loss"))  # may read gradients
+            with average_in_backward(ours) if early else nullcontext():
+                loss = self._weighted_step(model, inputs, num_items_in_batch)
+            last = last and not early
+        else:
+            loss = self._staged_step(ours, inputs, num_items_in_batch)
         if last:
             average_gradients(ours)
         return loss
