@@ -256,9 +256,10 @@ def extensions() -> Mapping[str, Extension]:
 def public_name(name: str) -> Any:
     """Return the object of a public name that a feature adds, or raise MissingFeatureError."""
     try:
-        return entry("names", name, f"autopar.{name}")
+        need(name, f"autopar.{name}")
     except ConfigError as error:
         raise MissingFeatureError(str(error)) from None
+    return entry("names", name)
 
 
 def lazy_names(

@@ -180,6 +180,8 @@ class PipelineConfig:
         """Make it of the keys of the section; problems are added to ``problems``."""
         layers = tuple(section.get("layers_per_stage", ()))
         found: dict[str, Any] = {"schedule": "1f1b", **section, "layers_per_stage": layers}
+        if any(problem.startswith("pipeline.schedule ") for problem in problems):
+            found.pop("chunks", None)  # whether it is right depends on the schedule, which was refused
         found.setdefault("chunks", 2 if found["schedule"] in ("interleaved", *_FOLDED) else 1)
         if pp > 1 and not found.keys() & {"microbatch_size", "num_microbatches"}:
             found["microbatch_size"] = 1

@@ -40,6 +40,7 @@ from autopar.swap import NotCopied
 
 GRACE = 3.0  # seconds that a rank is given to publish why it failed
 _GRACE_AFTER_DEATH = 1.0  # seconds for the other ranks, once some process is known to have ended; and for the store
+_RECENT = 60.0  # seconds after which a report is quoted with its age
 _LONGEST = 4000  # characters of a report
 # In torch's words for a lost peer.
 _LOST = re.compile(
@@ -78,7 +79,7 @@ class FailureLog(NotCopied):
     def publish(self, text: str, *, pending: bool = False) -> None:
         """Publish why this rank fails; ``pending``: it still reads other reports."""
         self._published = True
-        report = f"{'?' if pending else '!'}{text[:_LONGEST]}"
+        report = f"{'?' if pending else '!'}{time.time():.0f} {text[:_LONGEST]}"
         self._ask(lambda: self._store.set(str(self.mpu.rank), report))
 
     def publish_error(self, error: BaseException) -> None:
@@ -92,11 +93,14 @@ class FailureLog(NotCopied):
             self._ask(lambda: self._store.set(str(self.mpu.rank), ""))
             self._published = False
 
-    def read(self, rank: int) -> tuple[str, bool]:
-        """Read the last report of a rank, "" for none, and whether the rank still reads other reports."""
+    def read(self, rank: int) -> tuple[str, bool, float]:
+        """Read the last report of a rank ("": none), whether it still reads other reports, and the report's age."""
         key = str(rank)
         found = self._ask(lambda: self._store.get(key).decode(errors="replace") if self._store.check([key]) else "")
-        return (found or "")[1:], (found or "").startswith("?")
+        if not found:
+            return "", False, 0.0
+        when, _, text = found[1:].partition(" ")
+        return text, found[0] == "?", time.time() - float(when)
 
     def has_ended(self, rank: int) -> bool:
         """Check whether the process of a rank has certainly ended."""
@@ -135,11 +139,12 @@ class FailureLog(NotCopied):
                 break
             time.sleep(0.05)
         lines = []
-        for rank, (text, unfinished) in reports.items():
+        for rank, (text, unfinished, age) in reports.items():
             if rank in ended:
                 lines.append(f"rank {rank} has ended: its process {self._processes[rank].pid} is gone.")
             if text and not (unfinished and (ended or silent)):  # they know no more than this one
-                lines.append(f"rank {rank} said: " + text.replace("\n", "\n    "))
+                ago = f" {age:.0f} s ago" if age > _RECENT else ""
+                lines.append(f"rank {rank} said{ago}: " + text.replace("\n", "\n    "))
         if silent and not ended:
             names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
             lines.append(f"{names} said nothing: hanging, late, or ended on another machine.")

@@ -76,8 +76,9 @@ def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
 def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Try a plan with these arguments, as :func:`check_plan`; return whether the full model runs without data."""
     try:
+        plain = meta_copy(model)
         with ActivationTracking():
-            expected = shapes_of(run(meta_copy(model), args, kwargs))
+            expected = shapes_of(run(plain, args, kwargs))
     except Exception:  # the reference model does not run on the meta device, whatever the policy
         return False
     for rank in different_ranks(plan):

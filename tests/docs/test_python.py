@@ -1,6 +1,5 @@
 """The Python of every page runs, on two ranks, page by page; and does what the comments in it say."""
 
-import copy
 import os
 import re
 import shlex
@@ -149,24 +148,18 @@ def test_verify(tmp_path: Path) -> None:
 
 def _average(code: str, page: str) -> None:
     """Two steps of the loop that averages in its last backward, against one process with the batches of both ranks."""
-    plain = gpt2().train()
-    model = autopar.initialize(copy.deepcopy(plain), {})
-    stepped = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    for step in range(2):
-        ids = torch.randint(0, 100, (2, 2, 1, 5), generator=torch.Generator().manual_seed(step))  # [rank, batch, ...]
-        for part in ids.flatten(0, 1):
-            (plain(part, labels=part).loss / 4).backward()
-        mine = [{"input_ids": part, "labels": part} for part in ids[dist.get_rank()]]
-        exec(
-            compile(code, page, "exec"),
-            {"model": model, "optimizer": stepped[1], "micro_batches": mine, "autopar": autopar},
-        )
-        stepped[0].step()
-        for optimizer in stepped:
-            optimizer.zero_grad()
+    plain, model = gpt2(), autopar.initialize(gpt2(), {})
+    names: dict[str, Any] = {"autopar": autopar, "model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    ids = torch.arange(40).view(2, 2, 2, 5)  # [step, rank, batch, tokens]
+    for mine in ids:
+        batches = [{"input_ids": row[None], "labels": row[None]} for row in mine[dist.get_rank()]]
+        exec(compile(code, page, "exec"), names | {"micro_batches": batches})
+        plain(mine.flatten(0, 1), labels=mine.flatten(0, 1)).loss.backward()
+        torch.optim.SGD(plain.parameters(), 0.1).step()
+        for each in (plain, model):
+            each.zero_grad()
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         close(q, p, name)
-    model.mpu.destroy()
 
 
 @distributed(world_size=2)

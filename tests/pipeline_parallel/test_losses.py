@@ -19,7 +19,6 @@ from transformers import (
 )
 
 import autopar
-from autopar.data_parallel.grad_sync import sum_gradients
 from autopar.errors import ConfigError, ShardWarning
 from autopar.pipeline_parallel.microbatch import OwnLoss, split
 from autopar.pipeline_parallel.pipeline import pipeline_of
@@ -224,14 +223,6 @@ def test_tied_weights_stay_the_same_over_three_replicas() -> None:
     ((_, holders),) = pipeline_of(piped).tied._sets
     for tensors in ([p.grad for p in holders], [p.data for p in holders]):
         _digits(piped.mpu.pp.group, {str(place): tensor for place, tensor in enumerate(tensors)}, 2)
-
-
-@pooled(world_size=2)
-def test_half_precision_gradients_are_divided_before_they_are_summed() -> None:
-    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
-    parameter.grad = torch.full((3,), 60000.0, dtype=torch.float16)
-    sum_gradients([[parameter]], dist.group.WORLD, 0.5)
-    assert torch.equal(parameter.grad, torch.full((3,), 60000.0, dtype=torch.float16))
 
 
 @pooled(world_size=2)

@@ -65,7 +65,7 @@ class _Segment(NamedTuple):
     """Code outside of blocks, until the end of the forward shows which entries stay saved.
 
     Attributes:
-        unit: All else about it, and the saved storages of blocks in it that are no elements.
+        unit: All else about it, and the saved storages of blocks in it that are not elements.
         freed: The sequence numbers of nodes of which nothing is left between the halves of a backward.
     """
 

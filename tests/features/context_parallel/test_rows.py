@@ -1,11 +1,19 @@
 """Rows and heads on ranks, and the tables of rows that follow: pure."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from autopar.features.context_parallel.attention import _causal_rows, _of_rows, heads_layout, keys_layout
+from autopar.errors import ConfigError
+from autopar.features.context_parallel.attention import (
+    _causal_rows,
+    _of_rows,
+    _with_whole_keys,
+    heads_layout,
+    keys_layout,
+)
 from autopar.features.context_parallel.lazy_rows import _clipped
 from autopar.layout import rows_layout
 
@@ -40,6 +48,13 @@ def test_rows_of_a_mask_are_those_of_the_queries(zigzag: bool) -> None:
     for rank in range(2):
         assert torch.equal(_of_rows(causal, layout, rank), _causal_rows(layout, rank, torch.device("cpu")))
     assert _of_rows(causal[:, :, :1], layout, 0).shape == (1, 1, 1, 7)  # one row for all
+
+
+def test_masks_without_a_row_for_each_query_are_refused() -> None:
+    for mask, kind in ((torch.ones(2, 7), r"\[2, 7\]"), ("blocks", "str")):
+        call: Any = SimpleNamespace(mask=mask, given={})
+        with pytest.raises(ConfigError, match=f"needs a mask of 4 dims; 'sdpa' attention has one of {kind}"):
+            _with_whole_keys(rows_layout(7, 2), 0, "sdpa", call, False)
 
 
 @pytest.mark.parametrize("zigzag", [False, True])

@@ -86,6 +86,7 @@ def test_a_whole_epoch_leaves_nothing_and_counts_on_in_a_resumed_one() -> None:
     later.load_state_dict({**alone.state_dict(), "samples": 10})
     seen([later], 3)
     assert later.state_dict()["samples"] == 16
+    assert seen(loaders(2, samples=0)) == [], "an empty dataset"
 
 
 def test_what_does_not_fit_is_refused() -> None:
