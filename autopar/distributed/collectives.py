@@ -157,7 +157,10 @@ def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = No
 def extremes_over(axis: Axis, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the largest and the smallest of each number over an axis, without autograd."""
     if axis.transport is None:
-        return extremes(numbers, axis.group)
+        try:
+            return extremes(numbers, axis.group)
+        except RuntimeError as error:
+            _explain(error, axis)
     everyone = torch.empty(axis.size * len(numbers), dtype=torch.int64)
     run(gloo_collectives.all_gather_into_tensor, axis, everyone, torch.tensor(numbers))
     columns = list(zip(*everyone.view(axis.size, -1).tolist(), strict=True))

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.api import Parallelized, deparallelize, initialize
 from autopar.compat.peft import is_peft_model, is_tuner
-from autopar.errors import ConfigError
+from autopar.errors import AutoparError, ConfigError
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", **options: Any) -> Any:
@@ -99,11 +99,13 @@ def _state_of(model: nn.Module, name: str) -> Parallelized | None:
 
 
 def _again(state: Parallelized, model: Any, change: Callable[[], Any], undo: Callable[[Any], Any]) -> Any:
-    """Change a full model, and parallelize it as it was, without the change if that fails."""
+    """Change a full model, and parallelize it as it was; without the change if that is refused."""
     changed = None
     try:
         changed = change()
         return initialize(changed, state.config, policy=state.own_policy)
-    except Exception:
+    except Exception as error:
+        if changed is not None and not isinstance(error, AutoparError):
+            raise  # perhaps on this rank alone: no collective may follow
         initialize(model if changed is None else undo(changed), state.config, policy=state.own_policy)
         raise

@@ -216,12 +216,19 @@ def _narrowed(module: nn.Module, layout: Layout, rank: int, groups: int) -> Iter
 
 
 def _with_whole_keys(rows: Layout, rank: int, name: str, call: _Call, crosses: bool) -> torch.Tensor:
+    mask = call.mask
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):
+        kind = f"{list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ConfigError(
+            f"context_parallel_method=gather needs a mask of 4 dims; '{name}' attention has one of {kind}.\n"
+            "  Use context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')."
+        )
     if name not in ("eager", "sdpa"):
         raise ConfigError(
             f"context_parallel_method=gather does not go with '{name}' attention, which is told of masks by flags: use "
             "context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')"
         )
-    mask, given = call.mask, dict(call.given)
+    given = dict(call.given)
     biases = {bias: _of_rows(given[bias], rows, rank) for bias in _BIASES if given.get(bias) is not None}
     causal = given.get("is_causal")
     causal = getattr(call.module, "is_causal", True) if causal is None else causal  # as transformers' sdpa decides it

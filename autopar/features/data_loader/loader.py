@@ -286,6 +286,8 @@ class ResumableSampler(DistributedSampler[Any]):
         size = len(self)
         self.samples = self.first = skipped = self._skipped()
         self.resume = None
+        if not skipped:
+            return super().__iter__()
         everything: DistributedSampler[Any] = DistributedSampler(
             self.dataset, 1, 0, shuffle=self.shuffle, seed=self.seed
         )

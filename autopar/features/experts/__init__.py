@@ -17,5 +17,6 @@ FEATURE = Feature(
             "autopar.features.experts.router_loss:balance_routers", after="watch_replicas", always=True
         ),
         "share_experts": Step("autopar.features.experts.replicas:share_experts", after="balance_routers"),
+        "check_forwards": Step("autopar.features.experts.replicas:check_forwards", after="prepare_optimizer"),
     },
 )

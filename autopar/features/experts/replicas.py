@@ -31,13 +31,17 @@ from autopar.swap import NotCopied
 def share_experts(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Let wrappers leave out the experts of all stages of the undivided model. FSDP2 averages them by itself."""
     choose_dispatch(model, state.config.expert_dispatch)
-    if state.plan.experts:
-        state.inner_of(model).register_forward_pre_hook(SharedExperts(state.mpu, state.failures))
-        state.undo.append(lambda model, own: remove_forward_hooks(own.inner_of(model), SharedExperts))
     if state.plan.experts and not state.config.fully_sharded:
         state.features["expert_gradients"] = ExpertGradients(model, state)
         state.dp.wrappers.when_wrapped = partial(_leave_to_us, state.mpu)
         state.undo.append(lambda model, own: own.features.pop("expert_gradients").remove(model))
+
+
+def check_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
+    """Compare what replicas do before any other hook of a forward: those of FSDP2 wait for the other replicas."""
+    if state.plan.experts:
+        state.inner_of(model).register_forward_pre_hook(SharedExperts(state.mpu, state.failures), prepend=True)
+        state.undo.append(lambda model, own: remove_forward_hooks(own.inner_of(model), SharedExperts))
 
 
 def _leave_to_us(mpu: MPU, wrapper: nn.Module, inside: nn.Module) -> None:

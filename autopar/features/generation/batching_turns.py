@@ -53,7 +53,10 @@ class RankTurns(DistributedHelper):
         self.tp_size, self.tp_group, self.tp_local_rank = self.axis.size, self.axis.group, self.axis.rank
         self.tp_root_global_rank, self.is_tp_driver = self.axis.ranks[0], self.axis.rank == 0
         self.dp_rank, self.dp_size = self.global_rank // self.tp_size, self.world_size // self.tp_size
-        self._groups = _groups.setdefault((default_group(), self.axis.ranks), _Groups())
+        world = default_group()
+        for key in [key for key in _groups if key[0] is not world]:
+            del _groups[key]  # of a world that was destroyed
+        self._groups = _groups.setdefault((world, self.axis.ranks), _Groups())
         self._place = self._groups.borrow(self.axis)
         self.cpu_comm_group = self._groups.made[self._place]
         for backend in backends_of(self.cpu_comm_group):

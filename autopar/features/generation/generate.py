@@ -64,6 +64,13 @@ class AgreedCriteria(StoppingCriteria):
             run(gloo_collectives.all_reduce, axis, done)
         return done > 0
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of one of the criteria: transformers looks for ``eos_token_id``."""
+        for one in vars(self).get("criteria", ()):
+            if hasattr(one, name):
+                return getattr(one, name)
+        raise AttributeError(name)
+
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``generate`` with identical samples on all ranks of a model replica, from the first rank's random state.

@@ -26,7 +26,7 @@ from autopar.features.rank_checks.messages import unlike_gradients, unlike_weigh
 from autopar.guards.step import Progress, group_call, replicas_in_words
 
 _FULL = 3  # first steps, of which all gradients and weights are compared
-_DEADLINE = 5.0  # seconds that a later step waits for another rank
+_DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another rank, by how often it was late
 _KEPT = 64  # steps that are remembered to be compared with what comes late
 _GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
 _BUSY = 16  # ranks from which on the store is read less often
@@ -42,10 +42,12 @@ class _Published:
         compared: Number of comparisons so far.
         digests: Number of a comparison that waits for other ranks -> True if it is of all weights; digests of this
             rank as JSON.
+        late: Number of consecutive steps in which the digests of another rank came too late.
     """
 
     compared: int = 0
     digests: dict[int, tuple[bool, str]] = field(default_factory=dict)
+    late: int = 0
 
 
 class StepComparison:
@@ -94,17 +96,19 @@ class StepComparison:
         """Compare digests of all weights with all replicas, so that all raise, and samples with the replica before."""
         for turn, (full, mine) in list(seen.digests.items()):
             keys = {rank: _key(progress, turn, rank) for rank in (self._others if full else [self._before])}
-            seconds = _DEADLINE if turn else self.failures.timeout
+            seconds = _DEADLINES[min(seen.late, len(_DEADLINES) - 1)] if turn else self.failures.timeout
             for rank, key in keys.items():
                 if not self._wait_for(rank, key, seconds):
                     if turn == 0:
                         self._missing(optimizer, rank)
+                    seen.late += 1
                     return
             del seen.digests[turn]
             for rank, key in keys.items():
                 theirs = self._store.get(key).decode()
                 if theirs != mine:
                     self._refuse(optimizer, json.loads(mine), json.loads(theirs), rank)
+        seen.late = 0
 
     def _wait_for(self, rank: int, key: str, seconds: float) -> bool:
         deadline, pause = time.monotonic() + seconds, 0.0002

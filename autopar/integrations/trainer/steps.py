@@ -316,7 +316,8 @@ class StepMixin(ParallelBase):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
         own, rows = self._own_rows(inputs), rows_of(inputs)
         batch = self._own_samples(inputs, own, rows)
-        counted = _first_rows(inputs, own, rows) if 0 < own < rows else inputs
+        counted = inputs[:own] if isinstance(inputs, list) else _first_rows(inputs, own, rows)
+        counted = counted if own else inputs
         self._items_weight, self.autopar_evaluates = self._weight_of(counted, own), True
         try:
             loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, ignore_keys, **others)
