@@ -24,7 +24,7 @@ LINES = {
     "features": 11027,
     "compat": 906,
     "guards": 582,
-    "integrations": 2297,
+    "integrations": 2298,
     "pipeline_parallel": 3299,
     "plan": 2187,
     "policy": 1428,

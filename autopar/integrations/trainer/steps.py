@@ -316,8 +316,9 @@ class StepMixin(ParallelBase):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
         own, rows = self._own_rows(inputs), rows_of(inputs)
         batch = self._own_samples(inputs, own, rows)
-        counted = inputs[:own] if isinstance(inputs, list) else _first_rows(inputs, own, rows)
-        counted = counted if own else inputs
+        counted = inputs
+        if 0 < own < rows:
+            counted = inputs[:own] if isinstance(inputs, list) else _first_rows(inputs, own, rows)
         self._items_weight, self.autopar_evaluates = self._weight_of(counted, own), True
         try:
             loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, ignore_keys, **others)
