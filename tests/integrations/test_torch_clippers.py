@@ -88,8 +88,6 @@ def test_copies_of_a_model_are_watched_and_what_is_plain_again_is_not() -> None:
     whole = autopar.deparallelize(model)
     if dist.get_rank() == 0:  # nothing waits for the other rank
         close(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9), expected, "norm of the plain model")
-    with pytest.warns(UserWarning, match="empty generator"):
-        torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0)
 
 
 @pooled(world_size=2)
@@ -143,8 +141,6 @@ def test_a_stage_without_any_of_the_parameters_takes_part() -> None:
     other.mpu.destroy()
     assert torch.nn.utils.clip_grad_norm_([], 1.0) == 0
     model.mpu.destroy()
-    with pytest.warns(UserWarning, match="empty generator"):
-        torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0)
 
 
 @pooled(world_size=2)
