@@ -116,10 +116,11 @@ def patch_member(holder: Any, name: str, body: _Body) -> None:
         raise _changed(f"{where}.{name}")
     plain: Any = member.fget if isinstance(member, property) else member
 
-    @functools.wraps(plain)
-    def patched(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: Any, **kwargs: Any) -> Any:
         return body(plain, *args, **kwargs)
 
+    # A function of a module needs no frame: whoever looks at frames knows only those of bodies.
+    patched = functools.wraps(plain)(method if isinstance(holder, type) else functools.partial(body, plain))
     setattr(holder, name, property(patched) if isinstance(member, property) else patched)
     _note(f"{where}.{name}", body, functools.partial(setattr, holder, name, member))
 

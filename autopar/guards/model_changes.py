@@ -165,7 +165,9 @@ def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
                 _refuse(model, seen, "was taken out or replaced")
         elif not issubclass(type(seen.module), seen.kind):
             _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
-        elif (held := own_parameters(seen.module)).keys() != seen.parameters.keys():
+        elif list(held := own_parameters(seen.module)) != list(seen.parameters):
+            if held.keys() == seen.parameters.keys() and all(held[name] is p for name, p in seen.parameters.items()):
+                continue  # in another order: PEFT puts a parameter of experts back after the others
             now_held = ", ".join(held) or "no parameter"
             _refuse(model, seen, f"holds {now_held} now, and held {', '.join(seen.parameters)}")
 
