@@ -39,7 +39,6 @@ _OF_GPT2 |= {"bos_token_id": 0, "tie_word_embeddings": False, "attn_pdrop": 0, "
 _EVEN = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**_SIZES)),
-    "even": (LlamaForCausalLM, lambda: LlamaConfig(**{**_SIZES, **_EVEN})),
     "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**{**_SIZES, "num_key_value_heads": 1})),
     "phi3": (Phi3ForCausalLM, lambda: Phi3Config(**{k: v for k, v in _SIZES.items() if k != "head_dim"})),
     "mixtral": (MixtralForCausalLM, lambda: MixtralConfig(**_SIZES, num_local_experts=4)),
@@ -49,7 +48,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 
 def write(folder: Any, family: str = "llama") -> Any:
     """Write a plain model: 3 heads of 64, 320 = 5 x 64 features; returns its class."""
-    kind, config = FAMILIES[family]
+    even = (LlamaForCausalLM, lambda: LlamaConfig(**{**_SIZES, **_EVEN}))
+    kind, config = (FAMILIES | {"even": even})[family]
     torch.manual_seed(0)
     plain = kind(config())
     plain.config.save_pretrained(folder)  # save_pretrained writes on rank 0 only
