@@ -234,7 +234,7 @@ _IN_FLIGHT = 4  # buckets of a broadcast
 
 
 def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
-    """Broadcast tensors in place, each from the rank of the axis next to it; several buckets travel at once."""
+    """Broadcast each tensor in place from its paired rank of the axis, several buckets at once."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor, source in tensors:
         kinds.setdefault((source, tensor.dtype, tensor.device), []).append(tensor)
@@ -253,7 +253,7 @@ def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
 
 
 def _wait(work: Any, x: torch.Tensor) -> None:
-    if work is not None:  # an accelerator's is not waited for by the host
+    if work is not None:  # on an accelerator its stream waits, not the host
         finish(work) if x.is_cpu else work.wait()
 
 
@@ -265,10 +265,10 @@ def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
 
 
 class ReplicaGradients:
-    """Averages a model's gradients over its data-parallel replicas, after a backward or inside of one.
+    """The average of a model's gradients over its data-parallel replicas, after a backward or inside of one.
 
-    Ranks that share sequences (cp) are averaged over as well: the gradient of each is cp times its part. DTensors
-    (FSDP2) are averaged already. A gradient that several ranks of a replica hold gets the same bits on all of them.
+    The average includes ranks that share sequences (cp), each with cp times its part. It leaves out DTensors, which
+    FSDP2 averages. Several ranks of a replica that hold the same gradient get the same bits.
     """
 
     def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, failures: FailureLog) -> None:
@@ -280,10 +280,10 @@ class ReplicaGradients:
 
     @contextmanager
     def averaged(self, model: nn.Module, *, early: bool) -> Iterator[Callable[[int | None], None]]:
-        """Average the gradients at the end. A collective of all replicas.
+        """Average the gradients at the end of the block. A collective of all replicas.
 
-        Yield a function to call before the last backward of a stage (None: of the model), in which buckets start if
-        ``early``, identical on all replicas.
+        Yield a function to call before the last backward of a stage (None for the model). Buckets start in that
+        backward if ``early``, which must be identical on all replicas.
         """
         own = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
         names = {parameter: name for name, parameter in own.items()}
