@@ -1,7 +1,6 @@
 """The types of the names, which ``__init__.py`` loads when they are first used."""
 
 from autopar.distributed.axis import Group as Group, axis_of as axis_of
-from autopar.features.megatron.data import broadcast_data as broadcast_data
 from autopar.features.megatron.layers import (
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,
@@ -21,6 +20,7 @@ from autopar.features.megatron.random import (
 from autopar.features.megatron.toolbox import (
     VocabUtility as VocabUtility,
     all_to_all as all_to_all,
+    broadcast_data as broadcast_data,
     copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,

@@ -34,6 +34,11 @@ def test_every_public_name_has_one_entry(module: str) -> None:
     assert sorted(named(MODULES[module])) == sorted(public)
 
 
+def test_the_stubs_import_names_that_exist() -> None:
+    for package in ("autopar", "autopar/tensor_parallel"):
+        exec((ROOT / package / "__init__.pyi").read_text(), {})
+
+
 def test_the_methods_of_a_model_and_its_mesh_have_entries() -> None:
     entries = named("model.md")
     assert {f"model.{name}" for name in METHODS} | {"autopar.MPU"} <= set(entries)
