@@ -31,7 +31,7 @@ from autopar.features.data_loader.loader import (
     prepare_dataloader as prepare_dataloader,
 )
 from autopar.features.experts.layers import expert_load as expert_load
-from autopar.features.user_code.full import full as full, whole as whole
+from autopar.features.user_code.full import full_params as full_params, full_tensor as full_tensor
 from autopar.features.user_code.hooks import local_hooks as local_hooks
 from autopar.pretrained import from_pretrained as from_pretrained
 from autopar.tools.planner.memory_plan import plan_memory as plan_memory

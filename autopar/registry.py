@@ -161,7 +161,7 @@ RULES = ("by_expert", "calls_experts", "expert_modules", "experts")
 OF_FEATURES: Mapping[str, str] = {
     **dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools"),
     "expert_load": "experts",
-    **dict.fromkeys(("full", "local_hooks", "whole"), "user_code"),
+    **dict.fromkeys(("full_params", "full_tensor", "local_hooks"), "user_code"),
     **dict.fromkeys(("gather_for_metrics", "prepare_dataloader"), "data_loader"),
 }
 

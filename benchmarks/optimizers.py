@@ -22,9 +22,9 @@ from benchmarks.step import ROWS
 
 _WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW, shards": ("AdamW", {}),
-    "Muon, owned": ("Muon", {"optimizer": {"whole": "owned"}}),
-    "Muon, duplicated": ("Muon", {"optimizer": {"whole": "duplicated"}}),
-    "Muon, sharded": ("Muon", {"optimizer": {"whole": "sharded"}}),
+    "Muon, owned": ("Muon", {"optimizer": {"full_matrix": "owned"}}),
+    "Muon, duplicated": ("Muon", {"optimizer": {"full_matrix": "duplicated"}}),
+    "Muon, sharded": ("Muon", {"optimizer": {"full_matrix": "sharded"}}),
 }
 
 

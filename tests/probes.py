@@ -160,7 +160,7 @@ PROBES: dict[str, Probe] = {
         _written(revert_weight_conversion, transformers._CONVERSIONS), "saving what was dequantized"
     ),
     "ranks in continuous batching": Probe(_batching, "generate_batch with tensor parallelism"),
-    "a step of Muon": Probe(_muon_step, "optimizer.whole=sharded, optimizer.split_fused"),
+    "a step of Muon": Probe(_muon_step, "optimizer.full_matrix=sharded, optimizer.split_fused"),
     "FSDP2's parameters": Probe(
         lambda: all(text in inspect.getsource(FSDPParam) + inspect.getsource(FSDPState) for text in _OF_FSDP),
         "zero.stage 2 and 3",

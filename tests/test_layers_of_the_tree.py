@@ -21,7 +21,7 @@ LINES = {
     "deferred_init": 991,
     "distributed": 2448,
     "dry_run": 1568,
-    "features": 11027,
+    "features": 11033,
     "compat": 907,
     "guards": 584,
     "integrations": 2298,

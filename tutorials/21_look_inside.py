@@ -104,7 +104,7 @@ def main() -> None:
 
     # An edit of a whole matrix; afterwards each rank has its shards of the new one.
     for each in (plain, model):
-        with autopar.whole(each, "transformer.h.0.mlp") if each is model else torch.no_grad():
+        with autopar.full_params(each, "transformer.h.0.mlp") if each is model else torch.no_grad():
             weight = each.transformer.h[0].mlp.c_proj.weight
             weight.data += 0.1 * torch.outer(torch.linspace(0, 1, len(weight)), direction).to(weight.device)
     say(f"edited: {far(plain(ids).logits.detach(), model(there).logits.detach().cpu()):.1e} apart")

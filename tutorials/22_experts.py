@@ -69,7 +69,7 @@ def main() -> None:
     steps = torch.optim.AdamW(fewer.parameters(), lr=3e-3)
     fewer, steps = autopar.initialize(fewer, {"ep": max(world // 2, 1)}, optimizer=steps)
     fewer.from_parallelized(args.output / "experts", optimizer=steps)
-    with autopar.whole(model), autopar.whole(fewer):
+    with autopar.full_params(model), autopar.full_params(fewer):
         pairs = zip(model.parameters(), fewer.parameters(), strict=True)
         same = all(torch.equal(one, other) for one, other in pairs)
     say(f"experts over {fewer.mpu.ep.size} ranks: {'the same weights' if same else 'other weights'}")

@@ -81,7 +81,7 @@ class ParallelConfig:
     zero_shard_size: int = 0
     zero_cpu_offload: bool = False
     zero_optimizer_offload: bool = False
-    optimizer_whole: str = "owned"
+    optimizer_full_matrix: str = "owned"
     optimizer_split_fused: bool = False
     optimizer_across_parameters: bool = False
     gradient_clipping: float = 0.0

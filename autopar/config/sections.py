@@ -25,7 +25,7 @@ SECTIONS: dict[str, dict[str, type]] = {
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool, "save": list, "every": int},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
     "zero": {"enable": bool, "stage": int, "shard_size": int, "cpu_offload": bool, "optimizer_offload": bool},
-    "optimizer": {"whole": str, "split_fused": bool, "across_parameters": bool},
+    "optimizer": {"full_matrix": str, "split_fused": bool, "across_parameters": bool},
     "precision": {
         "enable": bool,
         "dtype": str,
@@ -56,7 +56,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {  # of fields of ParallelConfig and Pipe
     "expert_dispatch": ("all_to_all", "all_reduce"),
     "zero_stage": (0, 1, 2, 3),
     "precision": ("fp32", "bf16", "fp16"),
-    "optimizer_whole": ("owned", "duplicated", "sharded"),
+    "optimizer_full_matrix": ("owned", "duplicated", "sharded"),
     "compile_mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),  # torch.compile's
     "loss_gather_logits": ("on_read", "always"),
     "loss_router_aux": ("global", "replica"),

@@ -76,7 +76,7 @@ def stepping(optimizer: Optimizer, group: dict[str, Any], config: ParallelConfig
     elif alone or found in (None, "parts") or (found == "random" and not gathers):
         return "parts"
     elif gathers:
-        return "duplicated" if found == "random" else config.optimizer_whole
+        return "duplicated" if found == "random" else config.optimizer_full_matrix
     else:
         fact = f"{name} looks at whole matrices: its steps of a matrix in two parts differ from that of the whole one"
         instead = "Give it to autopar.initialize(model, config, optimizer=optimizer), which steps whole ones"
@@ -233,8 +233,8 @@ def check_group(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -
     """Return how a param group is stepped; raise ConfigError if ranks cannot step it like one process."""
     how = stepping(optimizer, group, config)
     if how == "sharded":
-        instead = "Write optimizer: {whole: owned}, which steps whole matrices."
-        _refuse_unlike_muon(optimizer, "optimizer.whole=sharded", instead)
+        instead = "Write optimizer: {full_matrix: owned}, which steps whole matrices."
+        _refuse_unlike_muon(optimizer, "optimizer.full_matrix=sharded", instead)
     if config.zero_optimizer_offload and how != "parts":
         raise ConfigError(
             f"zero.optimizer_offload does not go with {type(optimizer).__name__}, which looks at whole matrices: "

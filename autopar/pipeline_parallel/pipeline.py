@@ -135,7 +135,7 @@ def execute_pipeline(
         count: ``inputs -> number`` that the loss of a micro-batch is a mean over, if not its labels:
             ``lambda inputs: class_weights[inputs["labels"]].sum()``. It runs on every rank.
         penalty: ``parameters -> number``, added to the loss of the batch. Each stage calls it with its parameters, by
-            name: ``lambda own: sum(autopar.full(p).norm() for p in own.values())``.
+            name: ``lambda own: sum(autopar.full_tensor(p).norm() for p in own.values())``.
 
     Returns:
         :class:`PipelineOutput`. The loss and all gradients equal those computed on the full batch at once, with

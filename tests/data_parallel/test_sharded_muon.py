@@ -31,7 +31,7 @@ from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
-SHARDED = {"optimizer": {"whole": "sharded"}}
+SHARDED = {"optimizer": {"full_matrix": "sharded"}}
 
 
 def muon(parameters: Any, **settings: Any) -> Muon:
@@ -140,9 +140,9 @@ def test_fp32_weights_of_half_precision(nesterov: bool) -> None:
 def test_checkpoints_of_all_ways_go_on_in_each(tmp_path: Path) -> None:
     meshes: tuple[dict[str, Any], ...] = (
         {"tp": 2, "zero": {"stage": 1}, **SHARDED},
-        {"tp": 4, "optimizer": {"whole": "owned"}},
+        {"tp": 4, "optimizer": {"full_matrix": "owned"}},
         {"tp": 2, "pp": 2, **SHARDED},
-        {"tp": 2, "optimizer": {"whole": "duplicated"}},
+        {"tp": 2, "optimizer": {"full_matrix": "duplicated"}},
         {"tp": 4, **SHARDED},
         {"tp": 1, **SHARDED},
     )
@@ -154,7 +154,7 @@ def test_dcp_goes_on_from_sharded_to_sharded_and_whole(tmp_path: Path) -> None:
     plain = gpt2()
     reference = muon(plain.parameters())
     for number, mesh in enumerate(
-        ({"tp": 2, **SHARDED}, {"tp": 4, "optimizer": {"whole": "duplicated"}}, {"tp": 2, "pp": 2, **SHARDED})
+        ({"tp": 2, **SHARDED}, {"tp": 4, "optimizer": {"full_matrix": "duplicated"}}, {"tp": 2, "pp": 2, **SHARDED})
     ):
         model = gpt2(seed=number)
         model, optimizer = autopar.initialize(model, mesh, optimizer=muon(model.parameters()))
@@ -198,11 +198,12 @@ class Mine(Muon):
 def test_other_optimizers_are_refused_with_what_works() -> None:
     split = {"optimizer": {"split_fused": True}}
     itself = "is for torch.optim.Muon itself, of which autopar knows how it orthogonalizes, not for"
-    mine = "tests.data_parallel.test_sharded_muon.Mine.\n  Write optimizer: {whole: owned}, which steps whole matrices."
+    instead = "Write optimizer: {full_matrix: owned}, which steps whole matrices."
+    mine = f"tests.data_parallel.test_sharded_muon.Mine.\n  {instead}"
     none = "optimizer.split_fused=true: none of the 16 matrices of this Muon is several side by side, as q | k | v"
     for config, make, text in (
-        (SHARDED, Mine, f"optimizer.whole=sharded {itself} {mine}"),
-        (SHARDED, partial(Own, update=lamb), "Write optimizer: {whole: owned}"),
+        (SHARDED, Mine, f"optimizer.full_matrix=sharded {itself} {mine}"),
+        (SHARDED, partial(Own, update=lamb), instead),
         (split, Mine, f"optimizer.split_fused=true {itself}"),
         (split, torch.optim.AdamW, "not for torch.optim.adamw.AdamW.\n  Leave it out."),
         (split, Muon, none),
@@ -243,7 +244,7 @@ def test_a_group_that_is_added_is_checked_too() -> None:
     optimizer.add_param_group({"params": [block.mlp.c_fc.weight], "normed": True})
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for _ in range(2):
-        with raises_everywhere(ConfigError, "optimizer.whole=sharded is for torch.optim.Muon itself"):
+        with raises_everywhere(ConfigError, "optimizer.full_matrix=sharded is for torch.optim.Muon itself"):
             optimizer.step()
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     optimizer.param_groups[1]["normed"] = False
@@ -284,7 +285,7 @@ FUSED: dict[str, tuple[Any, dict[str, tuple[int, list[int]]]]] = {
 
 def ways(world: int) -> Iterator[dict[str, Any]]:
     for whole in ("owned", "duplicated", "sharded"):
-        yield {"tp": world, "optimizer": {"whole": whole, "split_fused": True}}
+        yield {"tp": world, "optimizer": {"full_matrix": whole, "split_fused": True}}
     yield {"tp": 1, "zero": {"stage": 1}, "optimizer": {"split_fused": True}}
 
 

@@ -39,7 +39,9 @@ def test_uneven_shards_on_owners_and_on_every_rank() -> None:
         assert kept == len(whole) * (3 if kind in ACROSS else 1) > 0
         equal_bits(model, plain, kind)
     for kind in ("orthogonal", "Muon", "galore"):
-        model, plain, _ = from_equal_gradients(MODELS["llama"], MATRICES[kind], kind, optimizer={"whole": "duplicated"})
+        model, plain, _ = from_equal_gradients(
+            MODELS["llama"], MATRICES[kind], kind, optimizer={"full_matrix": "duplicated"}
+        )
         equal_bits(model, plain, kind)
 
 
@@ -48,7 +50,7 @@ MESHES = {
     "tp x pp": {"tp": 2, "pp": 2},
     "tp x cp": {"tp": 2, "cp": 2},
     "tp 4, sequence": {"model_parallelism": {"tensor_parallel_size": 4, "sequence_parallel": True}},
-    "duplicated": {"tp": 2, "optimizer": {"whole": "duplicated"}, "zero": {"stage": 1}, "gradient_clipping": 1e9},
+    "duplicated": {"tp": 2, "optimizer": {"full_matrix": "duplicated"}, "zero": {"stage": 1}, "gradient_clipping": 1e9},
 }
 
 
@@ -67,7 +69,7 @@ def test_what_is_saved_goes_on_on_any_mesh(tmp_path: Path) -> None:
     meshes: tuple[dict[str, Any], ...] = (
         {"tp": 2, "zero": {"stage": 1}},
         {"tp": 4},
-        {"tp": 2, "pp": 2, "optimizer": {"whole": "duplicated"}},
+        {"tp": 2, "pp": 2, "optimizer": {"full_matrix": "duplicated"}},
         {"tp": 1},
     )
     for kind in ("galore", "Adafactor"):

@@ -73,7 +73,7 @@ def run(page: Path, folder: Path, count: int | None = None, /, **given: Any) -> 
 @distributed(world_size=2)
 def test_own_code(tmp_path: Path) -> None:
     names = run(DOCS / "own-code.md", tmp_path)
-    pruned = autopar.full(names["weight"])
+    pruned = autopar.full_tensor(names["weight"])
     assert 0.25 < float((pruned == 0).float().mean()) < 0.35
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
 

@@ -108,7 +108,7 @@ def test_muon_in_shards_goes_on_with_whole_matrices(tmp_path):
                 train_dataset=samples(40),
                 data_collator=collate,
                 optimizers=(made, None),
-                parallel_config={"tp": 2, "optimizer": {"whole": whole}},
+                parallel_config={"tp": 2, "optimizer": {"full_matrix": whole}},
             )
             assert bool(made._autopar.whole) is (whole == "owned")
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if runs else None)

@@ -91,7 +91,7 @@ def test_adapters_alone(tmp_path: Path) -> None:
     running, model = Running(tmp_path), autopar.initialize(whole, {"tp": 2})
     sent = WeightTransfer(HttpEngine(running.address)).send(model, adapters_only=True)
     plain = {name: tensor for name, tensor in whole.named_parameters() if "lora_" in name}
-    plain = {name: autopar.full(tensor) for name, tensor in model.named_parameters() if name in plain}
+    plain = {name: autopar.full_tensor(tensor) for name, tensor in model.named_parameters() if name in plain}
     assert sent == len(plain) == 8
     if dist.get_rank() == 0:
         assert len(running.held()) == 8 and all("lora_" in name for name in running.held())

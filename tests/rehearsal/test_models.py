@@ -75,7 +75,7 @@ def test_tensors_that_travel_as_bytes_are_counted() -> None:
 
 @pytest.mark.tier("test")
 def test_options_of_muon_need_muon() -> None:
-    config = {"tp": 2, "optimizer": {"whole": "sharded"}}
+    config = {"tp": 2, "optimizer": {"full_matrix": "sharded"}}
     found = autopar.rehearse(on_meta(llama), config, 4, sequence=16, optimizer="muon")
     whole = autopar.rehearse(on_meta(llama), {"tp": 2}, 4, sequence=16, optimizer="muon")
     exchanged = [call for part, call in whole.traces[0] if (part, call.kind) == ("step", "all_to_all")]

@@ -1,4 +1,4 @@
-"""User code around a sharded model: its hooks get full tensors, its reads of shards a warning; ``full``, ``whole``."""
+"""User code around a sharded model: full tensors in hooks, warnings of reads of shards, full parameters."""
 
 from autopar.registry import Feature, Step
 
@@ -6,11 +6,11 @@ _HERE = "autopar.features.user_code"
 
 FEATURE = Feature(
     name="user_code",
-    about="full tensors for user code: in hooks, by full and whole; warnings of reads of shards",
+    about="full tensors for user code: in hooks, by full_params and full_tensor; warnings of reads of shards",
     names={
-        "full": f"{_HERE}.full:full",
+        "full_params": f"{_HERE}.full:full_params",
         "local_hooks": f"{_HERE}.hooks:local_hooks",
-        "whole": f"{_HERE}.full:whole",
+        "full_tensor": f"{_HERE}.full:full_tensor",
     },
     steps={"watch_user_code": Step(f"{_HERE}.reads:watch_user_code", after="prepare_optimizer")},
 )

@@ -1,4 +1,4 @@
-"""Full parameters on every rank: :func:`whole` for a while, :func:`full` as a differentiable tensor.
+"""Full parameters on every rank: :func:`full_params` for a while, :func:`full_tensor` as a differentiable tensor.
 
 User code around a model (pruning, editing, drawing anew, averaging, penalties) then sees on each rank the tensors that
 it would see on one process.
@@ -49,14 +49,16 @@ class _Held:
 
 
 @contextmanager
-def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: bool = True) -> Iterator[nn.Module]:
+def full_params(
+    model: nn.Module, names: str | Iterable[str] | None = None, *, grads: bool = True
+) -> Iterator[nn.Module]:
     """Hold full parameters on every rank inside, those of other stages too; afterwards each rank has its shards again.
 
     The ``Parameter`` objects stay. Every rank does the same to them inside, and changes are kept. With replicas or
     stages random numbers inside are those of rank 0 on every rank. Every rank calls it, and none runs the model
     inside::
 
-        with autopar.whole(model, "model.layers.3.mlp"):
+        with autopar.full_params(model, "model.layers.3.mlp"):
             weight = model.model.layers[3].mlp.up_proj.weight
             weight.data[weight.abs() < weight.abs().quantile(0.3)] = 0
 
@@ -76,15 +78,15 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
     """
     root = next((module for module in model.modules() if "_autopar" in vars(module)), None)  # through wrappers
     if root is None:
-        raise ConfigError(f"whole: {type(model).__name__} is not parallelized; autopar.initialize does that")
+        raise ConfigError(f"full_params: {type(model).__name__} is not parallelized; autopar.initialize does that")
     model, state = root, vars(root)["_autopar"]
     if state.config.fully_sharded:
         stage = state.config.zero_stage
-        raise ConfigError(f"whole: with zero.stage {stage} torch's FSDP holds the weights: use module.unshard()")
+        raise ConfigError(f"full_params: with zero.stage {stage} torch's FSDP holds the weights: use module.unshard()")
     chosen = _chosen(state, names)
     mpu, generators = state.mpu, Generators.now()
     alone = mpu.world_size == mpu.shards.size
-    with state.failures.wait("autopar.whole", range(mpu.world_size)):
+    with state.failures.wait("autopar.full_params", range(mpu.world_size)):
         held = _gather(model, state, chosen, grads)
         if not alone:
             world = Axis("world", dist.group.WORLD, range(mpu.world_size), mpu.rank)
@@ -94,7 +96,7 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
     changed = False
     try:
         yield model
-        with state.failures.wait("the end of autopar.whole", range(mpu.world_size)):
+        with state.failures.wait("the end of autopar.full_params", range(mpu.world_size)):
             _compare(state, held, grads)
         changed = True
     finally:
@@ -105,7 +107,7 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
             generators.restore()
 
 
-def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
     """Return the full parameter, differentiable: for penalties and anything else that looks at all of it.
 
     The result is identical on all tensor-parallel ranks; the gradient of a rank's shard is its slice of the gradient.
@@ -113,7 +115,7 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
     rows of other replicas are joined, too, and the gradient of the shard is the mean over the replicas. A collective of
     the tensor-parallel ranks, there of all replicas'::
 
-        loss = model(**batch).loss + 0.1 * (autopar.full(model.lm_head.weight) - start).norm()
+        loss = model(**batch).loss + 0.1 * (autopar.full_tensor(model.lm_head.weight) - start).norm()
 
     Args:
         tensor: A parameter of a parallelized model, or its gradient.
@@ -130,15 +132,15 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
             continue
         due = model.plan.tensors[model.plan.canonical(name)]
         if due.quantized:
-            raise ConfigError(f"full: {name} is quantized ({due.quantized}): its layer holds bytes of it")
+            raise ConfigError(f"full_tensor: {name} is quantized ({due.quantized}): its layer holds bytes of it")
         axis, layout = _sharding(due, model.plan, model.mpu)
         ranks = sorted({*axis.ranks, *model.mpu.fsdp.ranks}) if isinstance(tensor, DTensor) else axis.ranks
         if layout is not None and tuple(tensor.shape) != due.local_shape(axis.rank):
             raise ConfigError(
-                f"full: {list(tensor.shape)} is not the shape of this rank's shard of {name}, "
+                f"full_tensor: {list(tensor.shape)} is not the shape of this rank's shard of {name}, "
                 f"{list(due.local_shape(axis.rank))}"
             )
-        with model.failures.wait(f"autopar.full({name})", ranks):
+        with model.failures.wait(f"autopar.full_tensor({name})", ranks):
             rows = _rows_of_replicas(tensor)
             if layout is None:
                 return rows
@@ -148,15 +150,15 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
         for sharded in listeners(FullySharded):
             over = sharded.axis_of(tensor.device_mesh)
             if over is not None:
-                with sharded.failures.wait("autopar.full", over.ranks):
+                with sharded.failures.wait("autopar.full_tensor", over.ranks):
                     return _rows_of_replicas(tensor)
     of_plain_model = isinstance(asked, nn.Parameter) and asked.numel() > 0
     parallel = any(model.mpu.shards.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm))
     if parallel and not of_plain_model:
         raise ConfigError(
-            f"full: a tensor of shape {list(tensor.shape)} is not a parameter of a parallelized model on this rank, "
-            "nor the gradient of one.\n  Of a parameter of another stage only that stage's ranks can ask; of anything "
-            "else say whose shape it has: full(tensor, of=parameter)."
+            f"full_tensor: a tensor of shape {list(tensor.shape)} is not a parameter of a parallelized model on this "
+            "rank, nor the gradient of one.\n  Only the ranks of its stage can gather a parameter; for any other tensor "
+            "name the parameter whose shape it has: full_tensor(tensor, of=parameter)."
         )
     return tensor
 
@@ -180,8 +182,8 @@ def _sharding(due: TensorPlan, plan: Plan, mpu: MPU) -> tuple[Axis, Layout | Non
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
     raise ConfigError(
-        f"{type(module).__name__} runs inside autopar.whole, where its layers hold whole weights and would compute "
-        "with them as with shards.\n  Leave the with statement first."
+        f"{type(module).__name__} runs inside autopar.full_params, where its layers hold full weights and would "
+        "compute with them as with shards.\n  Leave the with statement first."
     )
 
 
@@ -196,11 +198,13 @@ def _chosen(state: Parallelized, names: str | Iterable[str] | None) -> list[str]
         found = {own for name, own in every.items() if not asked or name == asked or name.startswith(f"{asked}.")}
         form = state.plan.quantized().get(asked)
         if form is not None:
-            raise ConfigError(f"whole: {asked} is quantized ({form}): its layer holds bytes of it, and stays as it is")
+            raise ConfigError(
+                f"full_params: {asked} is quantized ({form}): its layer holds bytes of it, and stays as it is"
+            )
         if not found:
             parents = {name.rsplit(".", n)[0] for name in every for n in range(1, name.count(".") + 1)}
             known = [*sorted(parents), *every]
-            raise ConfigError(f"whole: no parameter or module is called '{asked}'.{nearest(asked, known)}")
+            raise ConfigError(f"full_params: no parameter or module is called '{asked}'.{nearest(asked, known)}")
         wanted |= found
     return [name for name in plain if name in wanted]
 
@@ -219,7 +223,7 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
     for name, parameter in model.named_parameters():
         first = own.setdefault(state.plan.canonical(name), parameter)
         if first is not parameter and state.mpu.pp.size == 1:
-            raise ConfigError(f"whole: {name} was tied to another parameter when the model was parallelized")
+            raise ConfigError(f"full_params: {name} was tied to another parameter when the model was parallelized")
     kept, mpu = [name for name in chosen if name in own], state.mpu
     flags = torch.tensor([own[name].grad is not None for name in kept], dtype=torch.int32, device=mpu.device)
     if mpu.shards_pp.size > 1 and kept:
@@ -271,13 +275,13 @@ def _compare(state: Parallelized, held: list[_Held], grads: bool) -> None:
     of_gradients = extremes([*gradients], mpu.tp_pp.group) if mpu.tp_pp.size > 1 and grads else ([], [])
     if largest[0]:
         named = ", ".join(f"{one.name} is {list(one.parameter.shape)} now" for one in shapes[:3]) or "on another rank"
-        raise ConfigError(f"whole: parameters may not change their shape: {named}. Nothing was changed")
+        raise ConfigError(f"full_params: parameters may not change their shape: {named}. Nothing was changed")
     pairs = [*zip(held, largest[1:], least[1:], strict=True)]
     pairs += [*zip(held, *of_gradients, strict=True)] if of_gradients[0] else []
     unlike = list(dict.fromkeys(one.name for one, high, low in pairs if high != low))
     if unlike:
         raise ConsistencyError(
-            f"whole: ranks have changed {unlike[0]} in different ways ({len(unlike)} of {len(held)} parameters). "
+            f"full_params: ranks have changed {unlike[0]} in different ways ({len(unlike)} of {len(held)} parameters). "
             "Nothing was changed.\n  Each rank does the same inside, with the same numbers: no `if rank == 0`, and "
             "random ones by torch's default generator or one with the same seed."
         )

@@ -159,7 +159,7 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
 
 
 def _is_shard(tensor: Any) -> bool:
-    """Return whether a tensor is a shard; inside of ``autopar.whole`` no parameter is one."""
+    """Return whether a tensor is a shard; inside of ``autopar.full_params`` no parameter is one."""
     shard: Shard | None = tensor.autopar_shard
     return shard is not None and (not isinstance(tensor, nn.Parameter) or tuple(tensor.shape) == shard.here)
 
@@ -216,7 +216,7 @@ class Shard:
     rank: int  # place of this rank among those that hold the shards
     warned: set[tuple[str, int]]  # lines of user code that were warned, of all shards of the model
     axis: str  # tensor-parallel
-    joins: bool  # whether autopar.whole gathers it; it does not with FSDP2, which shards it over replicas
+    joins: bool  # whether autopar.full_params gathers it; it does not with FSDP2, which shards it over replicas
 
     def held(self) -> str:
         """Return the part of the full parameter that is here, in words."""
@@ -413,10 +413,12 @@ def _warn(name: str, part: Any, caller: FrameType) -> None:
         return
     shard.warned.add(place)
     of = "" if isinstance(part, nn.Parameter) else "values of "
-    gathered = f'  with autopar.whole(model, "{shard.name}"): it and its gradient are full, and random numbers too;\n'
+    gathered = (
+        f'  with autopar.full_params(model, "{shard.name}"): it and its gradient are full, and random numbers too;\n'
+    )
     text = (
         f"{name} of {of}{shard.name} sees the shard of {shard.held()}.\n{gathered * shard.joins}"
-        "  autopar.full(parameter) returns the full one, differentiable. clip_grad_norm_ and get_total_norm of "
+        "  autopar.full_tensor(parameter) returns the full one, differentiable. clip_grad_norm_ and get_total_norm of "
         "torch.nn.utils,\n  model.num_parameters() and model.save_parallelized cover the full model.\n"
         "  If the shard is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
     )

@@ -109,7 +109,7 @@ def wholes(model: Any, *, gradients: bool = False) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in named if tensor is not None}
 
     if not fsdp:
-        with autopar.whole(model):
+        with autopar.full_params(model):
             return {name: tensor.detach().clone() for name, tensor in held().items()}
     gathered = WholeWeights(state_of(model), held())
     names = state_of(model).plan.tensors if model.mpu.pp.size > 1 else held()  # a collective of all stages for each

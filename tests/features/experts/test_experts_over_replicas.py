@@ -122,7 +122,7 @@ def test_distributed_data_parallel_leaves_experts_to_us(sizes: dict[str, int]) -
         assert abs(norms[0] - norms[1]) < 1e-5
         own.step()
         other.step()
-    with autopar.whole(model):
+    with autopar.full_params(model):
         assert all(close(p, dict(plain.named_parameters())[n]) for n, p in model.named_parameters())
     outer = torch.nn.ModuleDict({"inside": model})
     with pytest.raises(ConfigError) as info:

@@ -125,7 +125,7 @@ def test_an_average_of_ones_own_is_that_of_megatron(sizes: dict[str, int]) -> No
         for own in batches(step, mpu.dp.size, even=True):
             (plain(input_ids=own[0], labels=own[0]).loss / mpu.dp.size).backward()
         other.step()
-    with autopar.whole(model):
+    with autopar.full_params(model):
         assert all(close(p, dict(plain.named_parameters())[n]) for n, p in model.named_parameters())
     mpu.destroy()
 
@@ -194,7 +194,7 @@ def test_second_derivatives_go_through_experts_of_one_replica_alone() -> None:
     model = autopar.initialize(copy.deepcopy(plain), {"tp": 2, "ep": 2})
     model.zero_grad()
     penalized(model, ids)
-    with autopar.whole(model):
+    with autopar.full_params(model):
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         assert all(close(mine.grad, other.grad) for mine, other in pairs if other.grad is not None)
     model.mpu.destroy()

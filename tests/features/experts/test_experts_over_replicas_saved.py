@@ -50,7 +50,7 @@ def test_checkpoints_of_any_mesh(name: str, tmp_path: Path) -> None:
         steps = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, steps = autopar.initialize(model, config, policy=policy, optimizer=steps)
         model.from_parallelized(tmp_path / "ep4", optimizer=steps)
-        with autopar.whole(model):
+        with autopar.full_params(model):
             assert all(torch.equal(p, dict(alone.named_parameters())[n]) for n, p in model.named_parameters())
         going_on = copy.deepcopy(plain)
         its = torch.optim.AdamW(going_on.parameters(), lr=1e-2)
@@ -60,7 +60,7 @@ def test_checkpoints_of_any_mesh(name: str, tmp_path: Path) -> None:
         train(model, data[model.mpu.dp.rank])
         its.step()
         steps.step()
-        with autopar.whole(model):
+        with autopar.full_params(model):
             assert all(close(p, dict(going_on.named_parameters())[n], tolerance) for n, p in model.named_parameters())
         model.save_parallelized(tmp_path / "again", optimizer=steps)
         autopar.deparallelize(model)
@@ -78,7 +78,7 @@ def test_a_model_that_no_process_holds_whole(make: Any, tmp_path: Path) -> None:
     model = autopar.from_pretrained(type(plain), tmp_path / "plain", {"tp": 2, "ep": 4})
     held = [p.shape[0] for name, p in model.named_parameters() if ".experts." in name]
     assert max(held) < 6 if make is mixtral else 0 in held and any(held)
-    with autopar.whole(model):
+    with autopar.full_params(model):
         assert all(torch.equal(p, dict(plain.named_parameters())[n]) for n, p in model.named_parameters())
     found = {name: tensor.shape for name, tensor in autopar.hf_weights(model)}
     if make is mixtral:  # each expert of two layers by itself
@@ -93,7 +93,7 @@ def test_a_model_that_no_process_holds_whole(make: Any, tmp_path: Path) -> None:
             deferred = type(plain)(plain.config)
         drawn.append(autopar.initialize(deferred, config))
     due = dict(drawn[1].named_parameters())
-    with autopar.whole(drawn[0]):
+    with autopar.full_params(drawn[0]):
         assert all(torch.equal(p, due[n]) for n, p in drawn[0].named_parameters())
 
 
@@ -115,7 +115,7 @@ def test_torchs_distributed_checkpoint(tmp_path: Path) -> None:
         other, its = made(config, 5)
         state = autopar.checkpoint.to_dtensor_training_state(other, its)
         torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "dcp")
-        with autopar.whole(model), autopar.whole(other):
+        with autopar.full_params(model), autopar.full_params(other):
             assert all(map(torch.equal, model.parameters(), other.parameters())), config
         other.mpu.destroy()
     model.mpu.destroy()

@@ -42,7 +42,7 @@ def batch(step: int, replicas: int) -> dict[str, torch.Tensor]:
 
 def worst(model: Any, plain: Any) -> float:
     """Return how far gradients are apart."""
-    with autopar.whole(model):
+    with autopar.full_params(model):
         pairs = [(p.grad, other.grad) for p, other in zip(model.parameters(), plain.parameters(), strict=True)]
         return max(float((mine - other).norm() / other.norm()) for mine, other in pairs)
 
@@ -119,7 +119,7 @@ def test_the_trainer_adds_it_once(tmp_path: Path) -> None:
         losses.append(loss.item())
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == pytest.approx(losses, abs=1e-5)
-    with autopar.whole(model):
+    with autopar.full_params(model):
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         assert all(torch.allclose(mine, other, atol=1e-6) for mine, other in pairs)
     model.mpu.destroy()

@@ -64,7 +64,7 @@ def test_adapters_of_a_model_that_no_process_holds(form: str, tmp_path: Path) ->
     settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
     model = autopar.initialize(peft.get_peft_model(model, peft.LoraConfig(**settings)).train(), {"tp": 2})
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    with autopar.whole(model, trained):  # PEFT begins with zeros
+    with autopar.full_params(model, trained):  # PEFT begins with zeros
         randomise_adapters(model)
     plain = with_lora(quantized(form), target_modules="all-linear").train()
     start = whole_of(model, {n: p for n, p in model.named_parameters() if p.requires_grad})

@@ -218,8 +218,10 @@ def test_refusals(tmp_path: Path) -> None:
     with raises_everywhere(CheckpointError, "merge_checkpoints=True would leave out 14 quantized weights, such as"):
         model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
     name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer"
-    with raises_everywhere(ConfigError, f"full: {name}.weight is quantized (torchao int8): its layer holds bytes of"):
-        autopar.full(model.get_submodule(name).weight)
+    with raises_everywhere(
+        ConfigError, f"full_tensor: {name}.weight is quantized (torchao int8): its layer holds bytes of"
+    ):
+        autopar.full_tensor(model.get_submodule(name).weight)
     model.merge_adapter()  # PEFT quantizes each rank's part anew
     with raises_everywhere(ConfigError, "since autopar.initialize, holds bias, weight now", "deparallelize(model), ch"):
         model(IDS)

@@ -219,7 +219,7 @@ def test_refusals(tmp_path: Path) -> None:
         model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
     with raises_everywhere(CheckpointError, "hf_weights would leave out 14 quantized weights, such as"):
         list(autopar.hf_weights(model))
-    with autopar.whole(model), torch.no_grad():
+    with autopar.full_params(model), torch.no_grad():
         model.get_base_model().lm_head.weight.norm()
     with raises_everywhere(ConfigError, "zero.stage=3 does not go with quantized weights, such as", "Use zero.stage 1"):
         autopar.initialize(adapted("nf4"), {"zero": {"stage": 3}})

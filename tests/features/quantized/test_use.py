@@ -92,11 +92,15 @@ def test_sizes_are_those_of_the_weights() -> None:
     held = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters())
     assert f"this rank: {held:,} parameters, 0." in text
     name = "model.layers.0.mlp.up_proj.weight"
-    with raises_everywhere(ConfigError, f"whole: {name} is quantized (bitsandbytes nf4): its layer holds bytes of it"):
-        autopar.whole(model, name).__enter__()
-    with raises_everywhere(ConfigError, f"full: {name} is quantized (bitsandbytes nf4): its layer holds bytes of it"):
-        autopar.full(model.model.layers[0].mlp.up_proj.weight)
-    assert isinstance(model.lm_head, nn.Linear) and autopar.full(model.lm_head.weight).shape == (131, 192)
+    with raises_everywhere(
+        ConfigError, f"full_params: {name} is quantized (bitsandbytes nf4): its layer holds bytes of it"
+    ):
+        autopar.full_params(model, name).__enter__()
+    with raises_everywhere(
+        ConfigError, f"full_tensor: {name} is quantized (bitsandbytes nf4): its layer holds bytes of it"
+    ):
+        autopar.full_tensor(model.model.layers[0].mlp.up_proj.weight)
+    assert isinstance(model.lm_head, nn.Linear) and autopar.full_tensor(model.lm_head.weight).shape == (131, 192)
 
 
 def test_a_packed_weight_is_refused() -> None:

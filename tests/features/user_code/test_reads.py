@@ -60,7 +60,7 @@ def test_each_line_is_told_once() -> None:
         assert len(texts) == 1, (name, texts)
         assert (
             f"sees the shard of tensor-parallel rank {rank}: shape (" in texts[0]
-            and "autopar.whole(model, " in texts[0]
+            and "autopar.full_params(model, " in texts[0]
         )
         model.load_state_dict(before)
         for p, gradient in zip(model.parameters(), gradients, strict=True):
@@ -71,8 +71,8 @@ def test_each_line_is_told_once() -> None:
         f"norm of lm_head.weight sees the shard of tensor-parallel rank {rank}: shape {rows} of (131, 24), {held} of"
     )
     assert texts[0].startswith(start)
-    assert 'with autopar.whole(model, "lm_head.weight"): it and its gradient are full' in texts[0]
-    assert "autopar.full(parameter)" in texts[0] and "get_total_norm" in texts[0]
+    assert 'with autopar.full_params(model, "lm_head.weight"): it and its gradient are full' in texts[0]
+    assert "autopar.full_tensor(parameter)" in texts[0] and "get_total_norm" in texts[0]
 
 
 def weights_are_averaged(model: Any, average: dict[str, torch.Tensor]) -> None:
@@ -219,19 +219,19 @@ def test_torchs_norm_of_copies_is_that_of_whole_tensors() -> None:
     due, model = norms_of_copies(llama().train()), parallel(llama(), 2).train()
     with silent():
         torch.testing.assert_close(norms_of_copies(model), due, rtol=1e-5, atol=0)
-        assert torch.equal(autopar.full(head(model).grad * 2), 2 * autopar.full(head(model).grad))
+        assert torch.equal(autopar.full_tensor(head(model).grad * 2), 2 * autopar.full_tensor(head(model).grad))
 
 
 @pooled(world_size=2)
 def test_whole_tensors_are_read_in_silence() -> None:
     model = trained()
     with silent():
-        with autopar.whole(model):
+        with autopar.full_params(model):
             head(model).norm(), head(model).grad.norm(), nn.init.normal_(head(model))
             head(model).data[:5] = 0
             head(model).data.abs().flatten().quantile(0.3)
-        autopar.full(head(model)).norm().backward()
-        autopar.full(head(model).grad).svd()
+        autopar.full_tensor(head(model)).norm().backward()
+        autopar.full_tensor(head(model).grad).svd()
         model.model.norm.weight.norm()  # each rank has all of it
         model.model.layers[0].mlp(torch.ones(1, 2, 24)), model.lm_head(torch.ones(2, 24))  # layers know their shards
     with pytest.warns(autopar.ShardWarning, match="down_proj.weight"):

@@ -78,7 +78,7 @@ def test_a_part_of_tensor_parallel_ranks_is_told() -> None:
         texts = told(change, model)
         assert len(texts) == 1, (number, texts)
         assert f"sees the shard of tensor-parallel rank {model.mpu.tp.rank}: shape (" in texts[0]
-        assert "autopar.whole" not in texts[0], texts  # it refuses with FSDP2
+        assert "autopar.full_params" not in texts[0], texts  # it refuses with FSDP2
 
 
 def elementwise(model: Any) -> None:
@@ -89,7 +89,7 @@ def elementwise(model: Any) -> None:
 
 def penalised(model: Any) -> None:
     """A backward of its own."""
-    (0.1 * sum(autopar.full(p).norm() for p in model.parameters())).backward()
+    (0.1 * sum(autopar.full_tensor(p).norm() for p in model.parameters())).backward()
 
 
 def clipped_by_torch(model: Any) -> None:
@@ -100,7 +100,7 @@ def clipped_by_torch(model: Any) -> None:
 
 def clipped_by_full(model: Any) -> None:
     for p in model.parameters():
-        whole = autopar.full(p.grad, of=p)
+        whole = autopar.full_tensor(p.grad, of=p)
         p.grad.mul_(min(1.0, 0.05 / whole.norm().item()))
 
 
@@ -140,8 +140,8 @@ def test_tensors_keep_their_classes() -> None:
     again: Any = torch.load(file, weights_only=True)
     assert type(again) is DTensor
     close(again.to_local(), weight.to_local(), "saved rows")
-    refused = raises_everywhere(ConfigError, "whole: with zero.stage 3 torch's FSDP holds the weights")
-    with refused, autopar.whole(model):
+    refused = raises_everywhere(ConfigError, "full_params: with zero.stage 3 torch's FSDP holds the weights")
+    with refused, autopar.full_params(model):
         pass
 
 
@@ -186,11 +186,13 @@ def test_full_parameters_in_the_loss_of_replicas(stage: int) -> None:
     plain = llama().train()
     model = autopar.initialize(copy.deepcopy(plain), {"zero": {"stage": stage}})
     for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert type(autopar.full(parameter)) is torch.Tensor and torch.equal(autopar.full(parameter), other)
+        assert type(autopar.full_tensor(parameter)) is torch.Tensor and torch.equal(
+            autopar.full_tensor(parameter), other
+        )
     ids = torch.arange(40).view(4, 10)
     mine = ids.chunk(2)[model.mpu.dp.rank]  # the mean over replicas: embeddings of other tokens on each
     for _ in range(2):
-        regularised(model, autopar.full, mine).backward()
+        regularised(model, autopar.full_tensor, mine).backward()
         regularised(plain, lambda parameter: parameter, ids).backward()
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        close(autopar.full(parameter.grad, of=parameter), other.grad, f"gradient of {name}")
+        close(autopar.full_tensor(parameter.grad, of=parameter), other.grad, f"gradient of {name}")

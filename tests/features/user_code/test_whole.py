@@ -63,7 +63,7 @@ def changed(build: Callable[[], Any], config: dict[str, Any], change: Callable[[
     torch.manual_seed(11)
     change(plain)
     torch.manual_seed(11)
-    with autopar.whole(model) as same:
+    with autopar.full_params(model) as same:
         assert same is model and [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
         for name, parameter in plain.named_parameters():
             assert model.get_parameter(name).shape == parameter.shape
@@ -99,13 +99,13 @@ def test_some_of_it_and_without_gradients() -> None:
     block = model.transformer.h[1].mlp
     shard, gradient = list(block.c_fc.weight.shape), block.c_fc.weight.grad
     wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
-    with autopar.whole(wrapped, "transformer.h.1.mlp", grads=False) as inside:
+    with autopar.full_params(wrapped, "transformer.h.1.mlp", grads=False) as inside:
         assert inside is model
         assert list(block.c_fc.weight.shape) != shard and block.c_fc.weight.grad is None
         assert list(model.transformer.h[0].mlp.c_fc.weight.shape) == shard
     assert list(block.c_fc.weight.shape) == shard and block.c_fc.weight.grad is gradient
     with pytest.raises(ConfigError, match=r"called 'transformer.h.1.mlb'.*'transformer.h.1.mlp'"):
-        with autopar.whole(model, ["transformer.h.1.mlb"]):
+        with autopar.full_params(model, ["transformer.h.1.mlb"]):
             pass
 
 
@@ -120,26 +120,28 @@ def test_what_is_done_wrong_inside_changes_nothing() -> None:
         model(**language_batches(131)[0])
 
     weight = model.transformer.h[0].mlp.c_fc.weight
-    with raises_everywhere(ConsistencyError, "whole: ranks have changed transformer.h.0.mlp.c_fc.weight in different"):
-        with autopar.whole(model):
+    with raises_everywhere(
+        ConsistencyError, "full_params: ranks have changed transformer.h.0.mlp.c_fc.weight in different"
+    ):
+        with autopar.full_params(model):
             if dist.get_rank() == 0:
                 weight.data.zero_()
     unchanged()
     with raises_everywhere(ConfigError, "may not change their shape: transformer.h.0.mlp.c_fc.weight is [3, 3] now"):
-        with autopar.whole(model):
+        with autopar.full_params(model):
             weight.data = torch.zeros(3, 3)
     unchanged()
-    with raises_everywhere(ConfigError, "runs inside autopar.whole, where its layers hold whole weights"):
-        with autopar.whole(model):
+    with raises_everywhere(ConfigError, "runs inside autopar.full_params, where its layers hold full weights"):
+        with autopar.full_params(model):
             model(**language_batches(131)[0])
     unchanged()
     with pytest.raises(KeyError):
-        with autopar.whole(model):
+        with autopar.full_params(model):
             weight.data.zero_()
             raise KeyError
     unchanged()
-    with pytest.raises(ConfigError, match="whole: Linear is not parallelized"):
-        with autopar.whole(nn.Linear(2, 2)):
+    with pytest.raises(ConfigError, match="full_params: Linear is not parallelized"):
+        with autopar.full_params(nn.Linear(2, 2)):
             pass
 
 
@@ -160,7 +162,7 @@ def penalised(kind: str, config: dict[str, Any]) -> None:
     model = autopar.initialize(copy.deepcopy(plain), config)
     for batch in language_batches(131):
         (plain(**batch).loss + 0.1 * PENALTIES[kind](plain, lambda x: x)).backward()
-        loss = model(**batch).loss + 0.1 * PENALTIES[kind](model, autopar.full)
+        loss = model(**batch).loss + 0.1 * PENALTIES[kind](model, autopar.full_tensor)
         loss.backward()
     autopar.average_gradients(model)
     same_gradients(model, plain, when=kind)
@@ -180,7 +182,7 @@ def test_full_of_gradients_and_of_what_has_their_shape() -> None:
     model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
     batch = language_batches(131)[0]
     results = []
-    for each, full in ((plain, lambda x, of=None: x), (model, autopar.full)):
+    for each, full in ((plain, lambda x, of=None: x), (model, autopar.full_tensor)):
         parameters = list(each.parameters())
         found = torch.autograd.grad(each(**batch).loss, parameters, create_graph=True)
         norm = torch.stack([full(g, of=p).square().sum() for g, p in zip(found, parameters, strict=True)]).sum().sqrt()
@@ -189,18 +191,18 @@ def test_full_of_gradients_and_of_what_has_their_shape() -> None:
     close(results[1], results[0], "norm")
     same_gradients(model, plain, scaled=True)
     weight = model.model.layers[0].mlp.up_proj.weight
-    assert autopar.full(weight.grad).shape == plain.model.layers[0].mlp.up_proj.weight.shape
+    assert autopar.full_tensor(weight.grad).shape == plain.model.layers[0].mlp.up_proj.weight.shape
     with pytest.raises(ConfigError, match="is not a parameter of a parallelized model on this rank"):
-        autopar.full(torch.zeros(2, 2))
+        autopar.full_tensor(torch.zeros(2, 2))
     with pytest.raises(ConfigError, match=r"is not the shape of this rank's shard of model\.layers.0.mlp.up_proj"):
-        autopar.full(torch.zeros(2, 2), of=weight)
-    assert autopar.full(model.model.norm.weight) is model.model.norm.weight
+        autopar.full_tensor(torch.zeros(2, 2), of=weight)
+    assert autopar.full_tensor(model.model.norm.weight) is model.model.norm.weight
 
 
 @pooled(world_size=4)
 def test_a_penalty_through_stages_counts_each_parameter_once() -> None:
     def penalty(parameters: dict[str, nn.Parameter]) -> Any:
-        return sum(0.1 * autopar.full(p).norm() for p in parameters.values())
+        return sum(0.1 * autopar.full_tensor(p).norm() for p in parameters.values())
 
     batch = language_batches(131)[0]
     plain: Any = gpt2()  # tied embeddings, on the first stage and on the last
@@ -209,7 +211,7 @@ def test_a_penalty_through_stages_counts_each_parameter_once() -> None:
     model = autopar.initialize(gpt2(), {"tp": 2, "pp": 2, "pipeline": {"num_microbatches": 2}})
     out = model.execute_pipeline(batch, penalty=penalty, broadcast_loss=True)
     close(out.loss, loss.detach(), "loss")
-    with autopar.whole(model):
+    with autopar.full_params(model):
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     for name, parameter in plain.named_parameters():
         assert parameter.grad is not None
