@@ -157,8 +157,8 @@ def full_tensor(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.T
     if parallel and not of_plain_model:
         raise ConfigError(
             f"full_tensor: a tensor of shape {list(tensor.shape)} is not a parameter of a parallelized model on this "
-            "rank, nor the gradient of one.\n  Only the ranks of its stage can gather a parameter; for any other tensor "
-            "name the parameter whose shape it has: full_tensor(tensor, of=parameter)."
+            "rank, nor its gradient.\n  Only the ranks of its stage can gather a parameter; for any other tensor name "
+            "the parameter whose shape it has: full_tensor(tensor, of=parameter)."
         )
     return tensor
 
