@@ -281,6 +281,7 @@ class Engine:
             failures, ready = self.p2p.failures, step.before_last_backward
             full = "BI" if self._recomputes else "BW"  # see :meth:`_backward`
             last = {action.stage: action for action in lists[self.rank] if action.kind in full}
+            self.p2p.begin_actions()
             for action in lists[self.rank]:
                 kind, stage, microbatch = action
                 collective = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"

@@ -1,8 +1,10 @@
 """Point-to-point communication between the ranks of a pipeline: nested values with tensors in them.
 
-A value travels as a header (pass, tag, pickled structure) followed by its tensors one by one, so shapes may change
-from one message to the next. Sends do not wait. A receive waits at most the timeout. All headers of a sender come in
-order, and early ones are kept, so a failing rank ends the wait of every other rank with a single header.
+A value travels as a frame (pass, tag, pickled structure), so shapes may change from one message to the next. Over gloo
+the frame contains its tensors; over nccl and for large values they follow one by one. Sends do not wait. A receive
+waits at most the timeout. All frames of a sender come in order, and early ones are kept, so a failing rank ends the
+wait of every other rank with a single frame. Both sides allocate the size of the previous frame for the next one, and
+the receiver posts its receive before it computes: a frame of the same size arrives during the computation.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import io
 import itertools
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -30,9 +32,11 @@ from autopar.distributed.process import accelerator
 from autopar.errors import PipelineError, first_line
 from autopar.swap import NotCopied
 
-_LENGTH = 8  # bytes of a header's length
-_HEADER = 2048  # bytes of a header's first message; a longer header takes a second one, which costs a round trip
-_OF_HEADERS = 0  # gloo's tag of all headers; tensors have the message's tag and 1
+_LENGTHS = 16  # bytes of two integers: the lengths of a frame and of its pickled header
+_ALIGNED = 64  # bytes between which tensors in a frame begin
+_FRAME, _SPARE = 2048, 256  # bytes of the first frame; bytes that a header may grow by before it takes a round trip
+_INLINE = 4 << 20  # most bytes of tensors in a frame
+_OF_FRAMES = 0  # gloo's tag of all frames; tensors that follow have the message's tag and 1
 _WAYS = ("forward", "backward")
 _ANY = -1  # tag of a header that ends every wait
 
@@ -63,6 +67,10 @@ class UnexpectedReport(Exception):
 
 REPORT = Message("its report on the batch", 1_000_000_000)
 _END = Message("its report on the end of the step", 1_000_000_001)
+
+
+def _aligned(end: int) -> int:
+    return -(-end // _ALIGNED) * _ALIGNED
 
 
 class TensorMeta(NamedTuple):
@@ -132,15 +140,18 @@ class P2P(NotCopied):
         found = accelerator()
         backend = None if found is None else found.backend_of()
         self._control = new_pipeline_group(mpu, "pp control", backend=backend and "gloo")
-        together = backend is None and not in_fake_world()  # a rehearsal has the groups of nccl
+        self._inline = backend is None and not in_fake_world()  # a rehearsal has the groups of nccl
         self._groups: Mapping[tuple[bool, bool], Any] = {
             (backward, up): self._control
-            if together
+            if self._inline
             else new_pipeline_group(mpu, f"pp {_WAYS[backward]} {'up' if up else 'down'}", backend=backend)
             for backward, up in itertools.product((False, True), repeat=2)
         }
         self._sent: list[tuple[Any, torch.Tensor, str, Any]] = []
-        self._early: dict[int, list[tuple[int, int, Any]]] = {}  # headers by sender: pass, tag, pickled value
+        self._early: dict[int, list[tuple[int, int, Any, torch.Tensor]]] = {}  # by sender: pass, tag, value, tensors
+        self._sizes: dict[tuple[int, bool], int] = {}  # rank, whether it receives -> bytes of the next frame
+        self._posted: dict[int, tuple[Any, torch.Tensor]] = {}  # sender -> receive of its next frame
+        self._ahead = False
         self._pass, self._all_know = 0, False
         self._farewell: list[Any] = []
 
@@ -150,7 +161,7 @@ class P2P(NotCopied):
     def one_pass(self) -> Iterator[None]:
         """Begin a pass, on every rank; in it, limit the waits of collectives, and send and publish every error."""
         self._pass += 1
-        self._all_know = False
+        self._all_know = self._ahead = False
         self.failures.clear()
         try:
             with self.failures.deadline():
@@ -169,8 +180,15 @@ class P2P(NotCopied):
             self._all_know = True
             raise
 
+    def begin_actions(self) -> None:
+        """Post receives before they are awaited, until :meth:`end_actions`; each rank sends a frame at its end."""
+        self._ahead = not in_fake_world()
+        for place in self.peers:
+            self._post_ahead(self.axis.ranks[place])
+
     def end_actions(self) -> None:
         """Wait until all ranks have done their actions: no rank is left in a collective of a failed stage."""
+        self._ahead = False
         self.exchange(None, _END)
         self.wait_sent()
         self._all_know = True  # no rank waits for a message later in this pass
@@ -181,7 +199,7 @@ class P2P(NotCopied):
         self.failures.publish(text)
         for place in self.peers:
             with contextlib.suppress(RuntimeError):  # its connection may be closed
-                self._send_header(Failure(text), self.axis.ranks[place], Message("a failure", _ANY), None)
+                self._send_frame(Failure(text), self.axis.ranks[place], Message("a failure", _ANY))
         # Buffers live on, since a receiver may still take them, and drop them in a later pass.
         self._farewell += self._sent
         self._sent = []
@@ -195,12 +213,13 @@ class P2P(NotCopied):
         packed, peer = io.BytesIO(), self.axis.ranks[to]
         pickler = _Pickler(packed)
         pickler.dump(value)
+        tensors = [tensor.detach().contiguous() for tensor in pickler.tensors if tensor.numel()]
+        inline = self._inline and sum(tensor.nbytes for tensor in tensors) <= _INLINE
         try:
-            self._send_header(packed.getvalue(), peer, message, label)
+            self._send_frame(packed.getvalue(), peer, message, label, tensors if inline else ())
             group = self._groups[message.backward, to > self.axis.rank]
-            for tensor in pickler.tensors:
-                if tensor.numel():
-                    self._start(tensor.detach().contiguous(), peer, group, message.tag + 1, message.name, label)
+            for tensor in () if inline else tensors:
+                self._start(tensor, peer, group, message.tag + 1, message.name, label)
         except RuntimeError as error:
             raise self._failure(message.name, peer, error) from error
 
@@ -217,15 +236,33 @@ class P2P(NotCopied):
             for place, rank in enumerate(self.axis.ranks)
         }
 
-    def _send_header(self, packed: bytes | Failure, peer: int, message: Message, label: Any) -> None:
+    def _send_frame(
+        self,
+        packed: bytes | Failure,
+        peer: int,
+        message: Message,
+        label: tuple[int, int] | None = None,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
         header = torch.frombuffer(bytearray(pickle.dumps((self._pass, message.tag, packed))), dtype=torch.uint8)
-        first = torch.zeros(_HEADER, dtype=torch.uint8)
-        first[:_LENGTH] = torch.tensor([header.numel()]).view(torch.uint8)
-        if header.numel() <= _HEADER - _LENGTH:
-            first[_LENGTH : _LENGTH + header.numel()] = header
-        self._start(first, peer, self._control, _OF_HEADERS, message.name, label)
-        if header.numel() > _HEADER - _LENGTH:
-            self._start(header, peer, self._control, _OF_HEADERS, message.name, label)
+        parts, end = [(_LENGTHS, header)], _LENGTHS + header.numel()
+        for tensor in tensors:
+            parts.append((_aligned(end), tensor.reshape(-1).view(torch.uint8)))
+            end = _aligned(end) + tensor.nbytes
+        expected = self._size(peer, end, received=False)
+        frame = torch.empty(max(end, expected), dtype=torch.uint8)
+        frame[:_LENGTHS] = torch.tensor([end, header.numel()]).view(torch.uint8)
+        for begin, part in parts:
+            frame[begin : begin + part.numel()] = part
+        self._start(frame[:expected], peer, self._control, _OF_FRAMES, message.name, label)
+        if end > expected:
+            self._start(frame[expected:], peer, self._control, _OF_FRAMES, message.name, label)
+
+    def _size(self, peer: int, end: int, *, received: bool) -> int:
+        """Return the bytes that the first message of this frame has on both sides; note the size of the next frame."""
+        expected = self._sizes.get((peer, received), _FRAME)
+        self._sizes[peer, received] = max(end + _SPARE, _FRAME)
+        return expected
 
     def _start(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, name: str, label: Any) -> None:
         self._sent.append((dist.isend(tensor, peer, group=group, tag=tag), tensor, name, label))
@@ -262,54 +299,79 @@ class P2P(NotCopied):
         peer = self.axis.ranks[origin]
 
         def tensor_of(meta: TensorMeta) -> torch.Tensor:
+            nonlocal begin
             tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-            if tensor.numel():
+            if tensor.numel() and len(inline):
+                end = begin + tensor.nbytes
+                tensor, begin = inline[begin:end].view(meta.dtype).view(meta.shape), _aligned(end)
+            elif tensor.numel():
                 group = self._groups[message.backward, self.axis.rank > origin]
                 self._wait(tensor, peer, group, message.tag + 1, message.name)
             return tensor.requires_grad_(meta.requires_grad)
 
         while True:
-            sent_in, packed = self._next(peer, message)
+            sent_in, packed, inline = self._next(peer, message)
+            begin = 0
             value = _Unpickler(packed, tensor_of, cache).load()
             if sent_in >= self._pass:
                 return value
 
-    def _next(self, peer: int, message: Message) -> tuple[int, Any]:
-        """Return the pass and the pickled value of the next message of this kind."""
+    def _next(self, peer: int, message: Message) -> tuple[int, Any, torch.Tensor]:
+        """Return the pass, the pickled value and the bytes of the tensors of the next message of this kind."""
         early = self._early.setdefault(peer, [])
-        for place, (sent_in, tag, packed) in enumerate(early):
+        for place, (sent_in, tag, packed, inline) in enumerate(early):
             if tag == message.tag:
                 del early[place]
-                return sent_in, packed
+                return sent_in, packed, inline
         while True:
-            sent_in, tag, packed = self._read_header(peer, message.name)
+            sent_in, tag, packed, inline = self._read_frame(peer, message.name)
             if isinstance(packed, Failure):
                 if sent_in >= self._pass:
                     raise PipelineError(f"rank {peer} could not send {message.name}, it failed:\n{packed.text}")
             elif tag == message.tag:
-                return sent_in, packed
+                return sent_in, packed, inline
             else:
-                early.append((sent_in, tag, packed))
+                early.append((sent_in, tag, packed, inline))
                 if tag == REPORT.tag and sent_in == self._pass:
                     raise UnexpectedReport
 
-    def _read_header(self, peer: int, name: str) -> Any:
-        header = torch.empty(_HEADER, dtype=torch.uint8)
-        self._wait(header, peer, self._control, _OF_HEADERS, name)
-        length = int(header[:_LENGTH].view(torch.int64).item())
-        header = header[_LENGTH:]
-        if length > header.numel():
-            header = torch.empty(length, dtype=torch.uint8)
-            self._wait(header, peer, self._control, _OF_HEADERS, name)
-        return pickle.loads(header.numpy().tobytes())
+    def _read_frame(self, peer: int, name: str) -> tuple[int, int, Any, torch.Tensor]:
+        begin = time.monotonic()
+        try:
+            work, frame = self._posted.pop(peer, None) or self._post(peer)
+            work.wait(self._patience(peer))
+        except RuntimeError as error:
+            raise self._failure(name, peer, error, waited=time.monotonic() - begin) from error
+        end, header = frame[:_LENGTHS].view(torch.int64).tolist()
+        self._size(peer, end, received=True)
+        if end > len(frame):
+            rest = torch.empty(end - len(frame), dtype=torch.uint8)
+            self._wait(rest, peer, self._control, _OF_FRAMES, name)
+            frame = torch.cat([frame, rest])
+        if self._ahead:
+            self._post_ahead(peer)
+        header += _LENGTHS
+        return *pickle.loads(frame[_LENGTHS:header].numpy().tobytes()), frame[_aligned(header) : end]
+
+    def _post(self, peer: int) -> tuple[Any, torch.Tensor]:
+        frame = torch.empty(self._sizes.get((peer, True), _FRAME), dtype=torch.uint8)
+        return dist.irecv(frame, peer, group=self._control, tag=_OF_FRAMES), frame
+
+    def _post_ahead(self, peer: int) -> None:
+        if peer not in self._posted:
+            with contextlib.suppress(RuntimeError):  # the receive that waits for the frame raises it
+                self._posted[peer] = self._post(peer)
 
     def _wait(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, name: str) -> None:
         begin = time.monotonic()
         try:
             work: Any = dist.irecv(tensor, peer, group=group, tag=tag)
-            work.wait(timedelta(seconds=self.timeout + GRACE * self._behind(peer)))
+            work.wait(self._patience(peer))
         except RuntimeError as error:
             raise self._failure(name, peer, error, waited=time.monotonic() - begin) from error
+
+    def _patience(self, peer: int) -> timedelta:
+        return timedelta(seconds=self.timeout + GRACE * self._behind(peer))
 
     def _behind(self, peer: int) -> int:
         """Count the ranks that the peer may wait for: the neighbor of a hanging rank should time out first."""
