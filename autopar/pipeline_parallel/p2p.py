@@ -348,8 +348,7 @@ class P2P(NotCopied):
             rest = torch.empty(end - len(frame), dtype=torch.uint8)
             self._wait(rest, peer, self._control, _OF_FRAMES, name)
             frame = torch.cat([frame, rest])
-        if self._ahead:
-            self._post_ahead(peer)
+        self._post_ahead(peer)
         header += _LENGTHS
         return *pickle.loads(frame[_LENGTHS:header].numpy().tobytes()), frame[_aligned(header) : end]
 
@@ -358,7 +357,7 @@ class P2P(NotCopied):
         return dist.irecv(frame, peer, group=self._control, tag=_OF_FRAMES), frame
 
     def _post_ahead(self, peer: int) -> None:
-        if peer not in self._posted:
+        if self._ahead and peer not in self._posted:
             with contextlib.suppress(RuntimeError):  # the receive that waits for the frame raises it
                 self._posted[peer] = self._post(peer)
 

@@ -3,7 +3,10 @@
 import weakref
 from typing import Any
 
+import torch
+
 import autopar
+from autopar.pipeline_parallel.p2p import Message
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from tests.parity import language_batches
 from tests.pool import pooled
@@ -40,4 +43,24 @@ def test_buffers_of_messages_go_while_the_step_runs() -> None:
     p2p.send = send
     piped.execute_pipeline(language_batches(131, count=1, batch=12)[0])
     assert max(most) <= 3
+    piped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_values_of_any_size_and_dtype_arrive_in_frames_of_the_last_size() -> None:
+    piped = autopar.initialize(gpt2(), {"pp": 2})
+    p2p = pipeline_of(piped).p2p
+    torch.manual_seed(0)
+    sizes = [(3,), (700, 1000), (5, 0), (2, 7), (1200, 1000), (), (700, 999)]  # the fifth is too large for a frame
+    dtypes = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64)
+    values = [[(torch.rand(size) * 9).to(dtype) for dtype in dtypes[: 1 + n % 5]] for n, size in enumerate(sizes)]
+    kind = Message("a value", 6)
+    p2p.begin_actions()
+    for value in values if piped.mpu.is_pipeline_first_stage() else []:
+        p2p.send({"of": value}, 1, kind)
+    for value in [] if piped.mpu.is_pipeline_first_stage() else values:
+        found = p2p.receive(0, kind)["of"]
+        assert [x.dtype for x in found] == [x.dtype for x in value]
+        assert all(map(torch.equal, found, value))
+    p2p.end_actions()
     piped.mpu.destroy()
