@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 from safetensors.torch import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -41,6 +42,16 @@ def test_merge_in_a_process_of_its_own(ckpt, tmp_path):
     result = run(*command[3:])
     assert result.exit_code == 1 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "--force" in result.stderr
+
+
+def test_env_prints_what_a_bug_report_needs():
+    result = run("env", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["autopar"] == autopar.__version__ and found["packages"]["torch"] == torch.__version__
+    assert "gloo" in found["backends"] and found["cores"] >= 1 and found["model types"] > 400
+    text = run("env").stdout
+    assert text.startswith(f"* autopar: {autopar.__version__}\n") and "* features: activation_checkpointing, " in text
 
 
 def test_merge_options(ckpt, tmp_path):

@@ -18,6 +18,7 @@ FEATURE = Feature(
     variables={"AUTOPAR_TRACE": "autopar.tools.rehearsal.trace:trace_from_environment"},
     policies={"derive": "autopar.tools.verification.small_models:derived_tree"},
     commands={
+        "env": "autopar.tools.commands.env:env",
         "policy": "autopar.tools.commands.policy:policy",
         "plan": "autopar.tools.commands.plan:plan",
         "rehearse": "autopar.tools.commands.rehearse:rehearse",

@@ -1,11 +1,16 @@
 """``summary`` and ``metrics`` of a parallelized model."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.errors import ConfigError
+from autopar.tools import plot
 from autopar.tools.planner.hardware import gpu_of
 from tests.pool import pooled
 from tests.small import llama, parallel
@@ -36,6 +41,25 @@ def test_metrics_count_the_operations_of_the_plain_model() -> None:
         autopar.metrics(model, {"input_ids": IDS}, 0)
     with pytest.raises(ConfigError, match=r"no input_ids \[batch, sequence\]; it has labels"):
         autopar.metrics(model, {"labels": IDS}, 1)
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_a_run_is_logged_by_one_rank_and_drawn(tmp_path: Path) -> None:
+    model, logged, file = parallel(llama(), 2), [], tmp_path / "run.csv"
+    for step, log in itertools.product(range(3), (file, logged.append)):
+        autopar.metrics(model, {"input_ids": IDS}, 0.5, log=log, step=step, loss=3.0 - step)
+    dist.barrier()
+    assert [row["loss"] for row in logged] == ([3.0, 2.0, 1.0] if model.mpu.rank == 0 else [])
+    assert plot.read(file)["step"] == [0, 1, 2] and plot.read(file)["tokens_per_second"] == [64] * 3
+    picture = tmp_path / f"run{model.mpu.rank}.svg"
+    plot.main([str(file), "-o", str(picture)])
+    assert "<svg" in picture.read_text()
+    with pytest.raises(SystemExit, match=r"error: .*none\.csv"):
+        plot.main([str(tmp_path / "none.csv")])
+    if model.mpu.rank == 0:
+        with pytest.raises(ConfigError, match=r"has the columns \['step', 'loss'.*Use another file"):
+            autopar.metrics(model, {"input_ids": IDS}, 1.0, log=file)
     model.mpu.destroy()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import torch
@@ -79,7 +82,13 @@ def summary(model: nn.Module) -> str:
 
 
 def metrics(
-    model: nn.Module, batch: Mapping[str, torch.Tensor], seconds: float, *, gpu: str | None = None
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    seconds: float,
+    *,
+    gpu: str | None = None,
+    log: str | Path | Callable[[dict[str, float | None]], object] | None = None,
+    **values: float,
 ) -> dict[str, float | None]:
     """Return the figures of a training step: ``tokens_per_second``, ``flops``, ``flops_per_second`` and ``mfu``.
 
@@ -92,9 +101,13 @@ def metrics(
             equally large.
         seconds: The seconds of the step.
         gpu: ``a100``, ``h100`` ...; by default this process's GPU. If it is unknown, ``mfu`` is None.
+        log: CSV file to append a row to, or a function that takes the figures (``wandb.log``); used on rank 0 only.
+            ``python -m autopar.tools.plot`` draws such a file.
+        **values: Further figures of the step for the log, such as ``step=10, loss=2.3``.
 
     Returns:
-        Numbers of all ranks together, and ``tokens_per_second_per_gpu``.
+        Numbers of all ranks together, ``tokens_per_second_per_gpu``, ``memory_gb`` (the peak of this rank: of its GPU,
+        or resident on a CPU), and ``values``.
 
     Raises:
         ConfigError: If the model is not parallelized or not a Hugging Face model, the batch has no ``input_ids``,
@@ -124,13 +137,32 @@ def metrics(
     if kind == "fp32":
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, kind)
     peak = None if found is None else found.peak(kind)
-    return {
+    used = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+    figures: dict[str, float | None] = {
+        **values,
         "tokens_per_second": samples * sequence * replicas / seconds,
         "tokens_per_second_per_gpu": samples * sequence * replicas / seconds / world,
         "flops": float(flops),
         "flops_per_second": flops / seconds,
         "mfu": None if peak is None else flops / seconds / world / peak,
+        "memory_gb": used / 1e9,
     }
+    if log is not None and state.mpu.rank == 0:
+        _append(Path(log), figures) if isinstance(log, str | Path) else log(figures)
+    return figures
+
+
+def _append(path: Path, figures: Mapping[str, float | None]) -> None:
+    """Append a row to a CSV file. Raises ConfigError if the file has other columns."""
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        columns = next(csv.reader(file), None)
+        if columns not in (None, [*figures]):
+            raise ConfigError(f"metrics: {path} has the columns {columns}, expected {[*figures]}. Use another file.")
+        writer = csv.DictWriter(file, [*figures])
+        if columns is None:
+            writer.writeheader()
+        writer.writerow(figures)
 
 
 def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:

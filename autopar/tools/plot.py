@@ -1,0 +1,88 @@
+"""Draw the loss, the speed and the memory of a run from the CSV file of ``autopar.metrics(..., log="run.csv")``.
+
+python -m autopar.tools.plot run.csv                     # writes run.svg
+python -m autopar.tools.plot before.csv after.csv -o speed.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from autopar.errors import ConfigError
+
+PANELS = {"loss": "loss", "tokens_per_second": "tokens per second", "memory_gb": "memory of rank 0, GB"}
+
+
+def read(path: Path) -> dict[str, list[float]]:
+    """Return the columns of a CSV file; an empty cell is NaN.
+
+    Raises:
+        ConfigError: If the file has no rows or a cell is not a number.
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows:
+        raise ConfigError(f"{path} has no rows. autopar.metrics(model, batch, seconds, log={str(path)!r}) writes them")
+    try:
+        return {name: [float(row[name] or "nan") for row in rows] for name in rows[0]}
+    except ValueError as error:
+        raise ConfigError(f"{path} must contain numbers only: {error}") from error
+
+
+def draw(runs: Sequence[Path], target: Path) -> list[str]:
+    """Draw one panel per known column, one line per run; return the titles of the panels.
+
+    Args:
+        runs: CSV files, with a column ``step`` or one row per step.
+        target: Picture to write; its suffix is the format (``.svg``, ``.png``, ``.pdf``).
+
+    Raises:
+        ConfigError: If matplotlib is missing or no run has a known column.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("autopar.tools.plot needs matplotlib: pip install 'autopar[plot]'") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    found = {path: read(path) for path in runs}
+    shown = [name for name in PANELS if any(name in columns for columns in found.values())]
+    if not shown:
+        columns = ", ".join(next(iter(found.values())))
+        raise ConfigError(f"no column to draw: expected {', '.join(PANELS)}; got {columns}")
+    figure, panels = pyplot.subplots(len(shown), 1, figsize=(8, 2.5 * len(shown)), sharex=True, squeeze=False)
+    for name, (panel,) in zip(shown, panels, strict=True):
+        for path, columns in found.items():
+            if name in columns:
+                panel.plot(columns.get("step", range(len(columns[name]))), columns[name], label=path.stem)
+        panel.set_ylabel(PANELS[name])
+        panel.grid(alpha=0.3)
+        if len(runs) > 1:
+            panel.legend()
+    panels[-1][0].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(target)
+    pyplot.close(figure)
+    return [PANELS[name] for name in shown]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m autopar.tools.plot", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.csv", help="CSV files of autopar.metrics")
+    parser.add_argument("-o", "--output", type=Path, help="picture; default: the first file with the suffix .svg")
+    given = parser.parse_args(arguments)
+    target = given.output or given.runs[0].with_suffix(".svg")
+    try:
+        panels = draw(given.runs, target)
+    except (ConfigError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"{target}: {', '.join(panels)}")
+
+
+if __name__ == "__main__":
+    main()
