@@ -74,30 +74,29 @@ html_additional_pages = {"index": "to_readme.html"}
 templates_path = ["templates"]
 
 REFERENCE = ("autopar", "model", "integrations", "checkpoint", "tensor_parallel", "megatron")
-_GUIDES = (
-    "training",
-    "trainer",
-    "reinforcement",
-    "peft",
-    "quantized",
-    "long-sequences",
-    "experts",
-    "attention-kernels",
-    "own-code",
-    "checkpoints",
-    "inference",
-    "serving",
-    "launching",
-    "planner",
-    "rehearsal",
-    "policies",
-    "verify",
-    "nan",
-    "troubleshooting",
-)
-_CONTENTS = {
+CONTENTS = {
     "Start": ["docs/start", "tutorials/README", "docs/coming-from"],
-    "Guides": [f"docs/{name}" for name in _GUIDES],
+    "Guides": [
+        "docs/training",
+        "docs/trainer",
+        "docs/reinforcement",
+        "docs/peft",
+        "docs/quantized",
+        "docs/long-sequences",
+        "docs/experts",
+        "docs/attention-kernels",
+        "docs/own-code",
+        "docs/checkpoints",
+        "docs/inference",
+        "docs/serving",
+        "docs/launching",
+        "docs/planner",
+        "docs/rehearsal",
+        "docs/policies",
+        "docs/verify",
+        "docs/nan",
+        "docs/troubleshooting",
+    ],
     "Concepts": ["docs/memory", "docs/performance", "docs/sequence-parallel", "docs/limitations", "docs/design"],
     "Reference": [
         "docs/configuration",
@@ -107,7 +106,6 @@ _CONTENTS = {
     ],
     "Project": ["docs/changelog", "docs/contributing", "tests/README", "benchmarks/README"],
 }
-CONTENTS = {caption: [page for page in pages if (ROOT / f"{page}.md").exists()] for caption, pages in _CONTENTS.items()}
 
 
 def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -122,7 +120,8 @@ def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
         app.env.metadata[docname]["orphan"] = ""
     if docname == root_doc:
         for caption, pages in CONTENTS.items():
-            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"
+            listed = "\n".join(page for page in pages if (ROOT / f"{page}.md").exists())
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
 
 
 class FileParser(Parser):
@@ -144,7 +143,8 @@ def inline_drawings(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     for image in list(doctree.findall(nodes.image)):
         path = ROOT / image["uri"]
         if path.suffix == ".svg" and app.builder.format == "html":
-            html = f'<span class="drawing" title="{escape(image.get("alt", ""))}">{path.read_text()}</span>'
+            label = escape(image.get("alt", ""))
+            html = f'<span class="drawing" role="img" aria-label="{label}">{path.read_text()}</span>'
             image.replace_self(nodes.raw("", html, format="html"))
 
 
