@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 2 tutorials/02_trainer.py
 torchrun --nproc-per-node 4 tutorials/02_trainer.py --tensor-parallel-size 2
 
-It trains, evaluates, resumes from a checkpoint, saves a model for transformers, and compares the losses with those of
-one process. It needs accelerate: pip install -e '.[trainer]'.
+It trains, evaluates, resumes from a checkpoint, saves a model for transformers, and compares the losses with one
+process. It needs accelerate: pip install -e '.[trainer]'.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
 
-    # 1. The arguments are those of transformers. The batch size counts the samples of one replica.
+    # 1. The arguments of transformers. The batch size counts the samples of one replica.
     half = max(1, args.steps // 2)
     settings = TrainingArguments(
         output_dir=str(folder),

@@ -43,8 +43,8 @@ def main() -> None:
         save_base(base, len(tokenizer))
     dist.barrier()
 
-    # 1. Inside lazy_init no weights are loaded. initialize reads and quantizes only the shard of this rank; the bytes
-    #    are those of the quantized full model.
+    # 1. Inside lazy_init no weights are loaded. initialize reads and quantizes only the shard of this rank. The bytes
+    #    equal a shard of the quantized full model.
     with autopar.lazy_init():
         model = load_base(base)
     lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -61,7 +61,7 @@ def train_on_one_process(args: argparse.Namespace, file: Path) -> list[list[floa
 
 def main() -> None:
     parser = arguments(__doc__, steps=20, batch_size=8)
-    parser.add_argument("--reference", type=Path, help="train with TRL alone, and write the results to this file")
+    parser.add_argument("--reference", type=Path, help="train with TRL only, and write the results to this file")
     args = parser.parse_args()
     rank, world = start()
     tokenizer = load_tokenizer(args)

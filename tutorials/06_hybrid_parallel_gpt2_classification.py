@@ -219,7 +219,7 @@ def main() -> None:
     testing = DataLoader(tests, batch_size=32)
     reached = accuracy(model, testing, mpu.device)
     majority = tests.columns["labels"].bincount().max().item() / len(tests)
-    say(f"accuracy {reached:.4f} on {len(tests)} held-out texts; the most frequent label alone: {majority:.4f}")
+    say(f"accuracy {reached:.4f} on {len(tests)} held-out texts; a constant prediction: {majority:.4f}")
 
     if reference is not None:
         reference.to(mpu.device)

@@ -88,7 +88,7 @@ def main() -> None:
     _, world = start()
     size = args.tensor_parallel_size or (2 if world % 2 == 0 else 1)
 
-    # 1. Groups. An MPU holds them. There is no global state, so several MPUs can exist at the same time.
+    # 1. Groups. An MPU holds them. No state is global, so several MPUs can exist at the same time.
     mpu = autopar.MPU(tensor_parallel_size=size)
     say(mesh(mpu))
     show("tensor-parallel rank", mpu.get_tensor_model_parallel_rank())

@@ -38,8 +38,8 @@ class TinyConfig(PretrainedConfig):
 class Block(nn.Module):
     """Attention and a gated MLP. Two matrices are fused in an unusual order.
 
-    ``fused_qkv`` has query, key and value of the first head, then those of the second head, and so on. ``gate_up``
-    has gate and up of the first feature, then those of the second feature, and so on.
+    ``fused_qkv`` has query, key and value of the first head, then of the second head, and so on. ``gate_up`` has gate
+    and up of the first feature, then of the second feature, and so on.
     """
 
     def __init__(self, config: TinyConfig) -> None:

@@ -1,4 +1,4 @@
-"""Tutorial 13: verify that a parallel model computes what the model on one process computes, and find a mistake.
+"""Tutorial 13: verify that a parallel model gives the same results as the model on one process; find a mistake.
 
 torchrun --nproc-per-node 2 tutorials/13_verify.py
 

@@ -54,8 +54,7 @@ def main() -> None:
         "pp 2": {"pp": 2, "pipeline": {"microbatch_size": 1}},
     }.items():
         peak = autopar.plan_memory(model, changes, **sizes).peak
-        say = f"{peak.total / 1e6:.1f} MB, of which {peak.activations / 1e6:.1f} MB are activations"
-        print(f"{name}: {say}")
+        print(f"{name}: {peak.total / 1e6:.1f} MB, of which {peak.activations / 1e6:.1f} MB are activations")
 
     # 2. Rehearse: some ranks of the job run here, on tensors without memory. Their collectives are compared.
     job = {"tp": 4, "pp": 2, "zero": {"stage": 1}, "pipeline": {"num_microbatches": args.batch_size}}

@@ -40,7 +40,7 @@ def arguments(about: str | None, *, steps: int, batch_size: int, compare: bool =
     add("--model", help="name on the hub or local folder; by default a small random GPT-2")
     add("--dataset", help="text file, folder or name on the hub (NAME or NAME:CONFIG); by default the text in data/")
     add("--tensor-parallel-size", type=int, help="ranks that share one replica")
-    add("--steps", type=int, default=steps, help="training steps, or tokens to generate")
+    add("--steps", type=int, default=steps, help="training steps")
     add("--batch-size", type=int, default=batch_size, help="sequences per replica and step")
     add("--output", type=Path, default=HERE / "out", help="folder for the tokenizer and the checkpoints")
     add("--context", type=int, default=64, help="tokens per sequence")

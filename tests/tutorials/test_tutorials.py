@@ -76,7 +76,7 @@ Runs = Callable[[int], dict[str, str]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """What all scripts print with that many processes; run once."""
+    """Return a function: number of processes -> the output of each script. Each number runs once."""
     return cache(lambda processes: run(processes, tmp_path_factory.mktemp(f"tutorials-{processes}")))
 
 
