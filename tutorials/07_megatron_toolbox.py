@@ -111,7 +111,7 @@ def main() -> None:
     reference = copy.deepcopy(gpt)
     model = autopar.initialize(gpt, {"tp": size})
     optimizer, mpu = Adam(model.parameters(), lr=1e-2), model.mpu
-    show("parameters", sum(parameter.numel() for parameter in model.parameters()))
+    show("parameters on each rank", sum(parameter.shape.numel() for parameter in model.parameters()))
 
     # 5. Train in Megatron's loop. Only the first rank of each tensor-parallel group reads data, and broadcast_data
     #    sends it to the other ranks of the group.
