@@ -1,8 +1,10 @@
-"""Tutorial 7: Megatron-LM's tensor-parallel toolbox step by step: groups, mappings, loss, data, training, checkpoints.
+"""Tutorial 7: the tensor-parallel functions of Megatron-LM: groups, mappings, loss, data and the training loop.
 
-python tutorials/07_megatron_toolbox.py
 torchrun --nproc-per-node 2 tutorials/07_megatron_toolbox.py
 torchrun --nproc-per-node 4 tutorials/07_megatron_toolbox.py
+
+It prints the result of each mapping on each rank, trains a small GPT in Megatron's loop, compares the losses with one
+process, and loads the checkpoint with another tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from offline import arguments, load_text, say, start
+from offline import arguments, finish, largest_difference, load_text, mesh, say, start
 from torch.nn.functional import cross_entropy
 from torch.optim import Adam
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -34,7 +36,7 @@ VOCABULARY, LENGTH, MICROBATCHES = 100, 64, 2
 
 
 def make_gpt() -> GPT2LMHeadModel:
-    """Two layers, hidden size 12, 4 heads, without dropout."""
+    """Build a GPT-2 with 2 layers, hidden size 12 and 4 heads, without dropout."""
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=LENGTH,
@@ -50,7 +52,7 @@ def make_gpt() -> GPT2LMHeadModel:
 
 
 def batches(texts: list[str], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches of the 95 printable characters of ASCII, as 0 to 94; the label of a character is the next one."""
+    """Yield micro-batches of the 95 printable characters of ASCII, as 0 to 94. The label is the next character."""
     codes = [ord(char) - 32 for text in texts for char in text if " " <= char <= "~"]
     for number in count():
         first = number * batch_size * LENGTH % (len(codes) - batch_size * LENGTH)
@@ -59,26 +61,26 @@ def batches(texts: list[str], batch_size: int) -> Iterator[dict[str, torch.Tenso
 
 
 def show(title: str, mine: Any) -> None:
-    """What each rank has, in one line."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    say(f"{title}: " + " | ".join(map(str, everyone)))
+    """Print the values of all ranks in one line."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, mine)
+    say(f"{title}: " + " | ".join(map(str, values)))
 
 
 def show_mappings(mpu: autopar.MPU) -> None:
-    """The four mappings that tensor-parallel layers are made of, forward and backward."""
+    """Print the four mappings of tensor-parallel layers, forward and backward."""
     size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    whole = torch.arange(float(2 * size), requires_grad=True)  # alike on all ranks
-    part = scatter_to_tensor_model_parallel_region(whole, mpu)
-    show("scatter: own part forward", part.tolist())
-    (part * (rank + 1)).sum().backward()
-    show("scatter: all parts' gradients backward", whole.grad.tolist())
+    full = torch.arange(float(2 * size), requires_grad=True)  # identical on all ranks
+    shard = scatter_to_tensor_model_parallel_region(full, mpu)
+    show("scatter forward: the shard", shard.tolist())
+    (shard * (rank + 1)).sum().backward()
+    show("scatter backward: the gradients of all shards", full.grad.tolist())
 
     own = torch.full((2,), float(rank + 1), requires_grad=True)
-    show("gather: all parts forward", gather_from_tensor_model_parallel_region(own, mpu).tolist())
-    show("reduce: the sum forward", reduce_from_tensor_model_parallel_region(own, mpu).tolist())
+    show("gather forward: all shards", gather_from_tensor_model_parallel_region(own, mpu).tolist())
+    show("reduce forward: the sum", reduce_from_tensor_model_parallel_region(own, mpu).tolist())
     (copy_to_tensor_model_parallel_region(own, mpu) * (rank + 1)).sum().backward()
-    show("copy: as it is forward, the sum of gradients backward", own.grad.tolist())
+    show("copy backward: the sum of the gradients", own.grad.tolist())
 
 
 def main() -> None:
@@ -86,33 +88,33 @@ def main() -> None:
     _, world = start()
     size = args.tensor_parallel_size or (2 if world % 2 == 0 else 1)
 
-    # 1. Groups. An MPU holds them; nothing is global, so that several can be there at the same time.
+    # 1. Groups. An MPU holds them. No state is global, so several MPUs can exist at the same time.
     mpu = autopar.MPU(tensor_parallel_size=size)
-    say(f"{world} process(es): tensor parallel {mpu.sizes.tp} x data parallel {mpu.sizes.dp} on {mpu.device.type}")
+    say(mesh(mpu))
     show("tensor-parallel rank", mpu.get_tensor_model_parallel_rank())
     show("data-parallel rank", mpu.get_data_parallel_rank())
 
     # 2. Mappings.
     show_mappings(mpu)
 
-    # 3. A sharded vocabulary: each rank has logits of its own words only, and the loss is the whole one's.
+    # 3. Loss over a sharded vocabulary: each rank has the logits of its words only.
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1)).to(mpu.device)
     labels = torch.tensor([0, 50, 99], device=mpu.device)
     mine = scatter_to_tensor_model_parallel_region(logits, mpu)  # [3, vocabulary/tp]
     losses = vocab_parallel_cross_entropy(mine, labels, group=mpu)  # [3]
     difference = (losses - cross_entropy(logits, labels, reduction="none")).abs().max().item()
-    say(f"vocabulary-parallel loss of {VOCABULARY // mpu.sizes.tp} logits a rank: differs by {difference:.2e}")
+    say(f"vocabulary-parallel loss with {VOCABULARY // mpu.sizes.tp} logits per rank: differs by {difference:.2e}")
     mpu.destroy()
 
-    # 4. A GPT of two layers; initialize makes the groups by itself.
+    # 4. A GPT with two layers. initialize makes the groups by itself.
     gpt = make_gpt()
-    plain = copy.deepcopy(gpt)
-    model = autopar.initialize(gpt, {"model_parallelism": {"tensor_parallel_size": size}})
+    reference = copy.deepcopy(gpt)
+    model = autopar.initialize(gpt, {"tp": size})
     optimizer, mpu = Adam(model.parameters(), lr=1e-2), model.mpu
-    show("parameters", sum(parameter.numel() for parameter in model.parameters()))
+    show("parameters on each rank", sum(parameter.shape.numel() for parameter in model.parameters()))
 
-    # 5. Iterations, in Megatron's loop. Only the first rank of each tensor-parallel group reads data; broadcast_data
-    #    gives them to the others.
+    # 5. Train in Megatron's loop. Only the first rank of each tensor-parallel group reads data, and broadcast_data
+    #    sends it to the other ranks of the group.
     seen: list[dict[Any, torch.Tensor]] = []
 
     def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
@@ -143,32 +145,31 @@ def main() -> None:
         reached.append(sum(report["lm loss"].item() for report in reports) / MICROBATCHES)
         say(f"iteration {step + 1}: loss {reached[-1]:.6f}")
 
-    # The plain model with the same micro-batches in one, in every process.
+    # Every process also trains the single-process model, with the same micro-batches in one batch.
     expected = []
-    plain.to(mpu.device)
-    plain_optimizer = Adam(plain.parameters(), lr=1e-2)
+    reference.to(mpu.device)
+    reference_optimizer = Adam(reference.parameters(), lr=1e-2)
     for step in range(args.steps):
-        parts = seen[step * MICROBATCHES : (step + 1) * MICROBATCHES]
-        logits = plain(torch.cat([part["tokens"] for part in parts]), use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1), torch.cat([part["labels"] for part in parts]).flatten())
+        microbatches = seen[step * MICROBATCHES : (step + 1) * MICROBATCHES]
+        logits = reference(torch.cat([part["tokens"] for part in microbatches]), use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), torch.cat([part["labels"] for part in microbatches]).flatten())
         loss.backward()
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
         expected.append(loss.item())
-    say(f"largest difference of losses: {max(abs(a - b) for a, b in zip(reached, expected, strict=True)):.2e}")
+    say(f"largest difference of losses: {largest_difference(reached, expected)}")
 
-    # 6. Save, and load with another tensor-parallel size: twice as many ranks a replica, or else one.
+    # 6. Save, and load with another tensor-parallel size: twice as large, or else 1.
     folder = args.output / "toolbox"
     model.save_parallelized(folder, optimizer=optimizer)
     wider = 2 * size if world % (2 * size) == 0 else 1
-    again = autopar.initialize(make_gpt(), {"model_parallelism": {"tensor_parallel_size": wider}})
+    again = autopar.initialize(make_gpt(), {"tp": wider})
     again.from_parallelized(folder, optimizer=Adam(again.parameters(), lr=1e-2))
     tokens = seen[0]["tokens"]
     with torch.no_grad():
         difference = (again(tokens).logits - model(tokens).logits).abs().max().item()
     say(f"saved at tensor parallel {size}, loaded at {wider}: logits differ by {difference:.2e}")
-    dist.barrier()
-    dist.destroy_process_group()
+    finish()
 
 
 if __name__ == "__main__":

@@ -1,106 +1,119 @@
-"""Tutorial 9: stop training on one mesh and go on with another, with optimizer, scheduler and random states.
+"""Tutorial 9: save a training run, resume it on another mesh, and merge the checkpoint for transformers.
 
-python tutorials/09_resume_on_another_mesh.py
 torchrun --nproc-per-node 2 tutorials/09_resume_on_another_mesh.py
-torchrun --nproc-per-node 4 tutorials/09_resume_on_another_mesh.py --model gpt2 --tensor-parallel-size 2
+torchrun --nproc-per-node 4 tutorials/09_resume_on_another_mesh.py --tensor-parallel-size 2
+
+It trains with tensor parallelism, saves halfway, resumes with data parallelism, and compares the losses. Then it
+merges the shards with `autopar merge`, which needs neither GPUs nor the code of the model.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from offline import Blocks, arguments, load_model, load_text, load_tokenizer, mesh, say, start
-from torch.nn.parallel import DistributedDataParallel
+from offline import (
+    Blocks,
+    arguments,
+    average,
+    batches,
+    finish,
+    largest_difference,
+    load_model,
+    load_text,
+    load_tokenizer,
+    mesh,
+    say,
+    start,
+)
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM
 
 import autopar
 
 
 class Run:
-    """A model on some mesh with what is needed to train it. All runs see the same batches in the same order."""
+    """A model on some mesh, with its optimizer and scheduler."""
 
-    def __init__(self, args: Any, tokenizer: Any, data: Blocks, tensor_parallel_size: int) -> None:
-        model = load_model(args, tokenizer)
+    def __init__(self, model: Any, tp: int) -> None:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 10))
-        self.model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": tensor_parallel_size}})
-        self.model.eval()  # without dropout, so that the runs can be compared
-        mpu = self.model.mpu
-        self.ddp = DistributedDataParallel(self.model, process_group=mpu.dp.group) if mpu.sizes.dp > 1 else self.model
-        self.data, self.batch, self.step = data, args.batch_size * dist.get_world_size(), 0
+        self.model = autopar.initialize(model, {"tp": tp}).eval()  # eval: dropout is random
 
-    def train(self, steps: int) -> list[float]:
-        """Some steps; returns the loss of each, over the whole batch."""
-        mpu, losses = self.model.mpu, []
-        each = self.batch // mpu.sizes.dp
-        for _ in range(steps):
-            first = self.step * self.batch + mpu.dp.rank * each  # this replica's rows of the global batch
-            rows = [self.data[(first + row) % len(self.data)] for row in range(each)]
-            ids = torch.stack([row["input_ids"] for row in rows]).to(mpu.device)  # [batch/dp, context]
-            loss = self.ddp(input_ids=ids, labels=ids).loss
+    def train(self, steps: list[torch.Tensor]) -> list[float]:
+        """Take one step for each global batch, and return the losses."""
+        losses, mpu = [], self.model.mpu
+        for ids in steps:
+            mine = ids[mpu.dp.rank :: mpu.dp.size].to(mpu.device)  # [batch/dp, context]
+            loss = self.model(input_ids=mine, labels=mine).loss
             loss.backward()
+            autopar.average_gradients(self.model)
             autopar.clip_grad_norm_(self.model, max_norm=1.0)
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-            self.step += 1
-            total = loss.detach().clone()
-            dist.all_reduce(total, group=mpu.dp.group)
-            losses.append(total.item() / mpu.sizes.dp)
+            losses.append(average(loss, mpu))
         return losses
 
 
 def main() -> None:
     args = arguments(__doc__, steps=20, batch_size=4).parse_args()
-    _, world = start()
+    rank, world = start()
     tokenizer = load_tokenizer(args)
     data = Blocks(load_text(args.dataset), tokenizer, args.context)
-    size = args.tensor_parallel_size or world
-    half, folder = args.steps // 2, args.output / "series"
+    steps = batches(data, args.steps, args.batch_size * world)
+    half = args.steps // 2
+    tp = args.tensor_parallel_size or world
 
-    # 1. Train the first half, save, and go on. async_save returns as soon as the values are copied; keep_last removes
-    #    older checkpoints of the series (step-1, step-2 ...) once the new one is whole.
-    run = Run(args, tokenizer, data, size)
-    first = run.train(half)
+    # 1. Train half of the steps, save, and continue. With async_save the call returns when the values are copied, and
+    #    a thread writes them. keep_last removes older checkpoints when the new one is complete.
+    run = Run(load_model(args, tokenizer), tp)
+    first = run.train(steps[:half])
+    checkpoint = args.output / "series" / f"step-{half}"
     run.model.save_parallelized(
-        folder / f"step-{run.step}",
+        checkpoint,
         optimizer=run.optimizer,
         lr_scheduler=run.scheduler,
-        extra={"step": run.step},
+        extra={"step": half},
         async_save=True,
         keep_last=2,
     )
-    expected = run.train(args.steps - half)
-    run.model.wait_for_save()  # raises here what went wrong in the background
+    expected = run.train(steps[half:])
+    run.model.wait_for_save()  # raises the error if the save failed
     say(f"{mesh(run.model.mpu)}: loss {first[0]:.6f} -> {expected[-1]:.6f}")
 
-    # 2. Load it on another mesh: each rank reads the ranges of the tensors that it holds there, and their moments.
-    for other in sorted({1, size, world} - ({size} if world > 1 else set())):
-        resumed = Run(args, tokenizer, data, other)
+    # 2. Load it on another mesh. Each rank reads only its shards, and their optimizer state.
+    for other in sorted({1, tp, world} - ({tp} if world > 1 else set())):
+        resumed = Run(load_model(args, tokenizer), other)
         extra: dict[str, Any] = {}
         resumed.model.from_parallelized(
-            folder / f"step-{half}", optimizer=resumed.optimizer, lr_scheduler=resumed.scheduler, extra=extra
+            checkpoint, optimizer=resumed.optimizer, lr_scheduler=resumed.scheduler, extra=extra
         )
-        resumed.step = extra["step"]
-        losses = resumed.train(args.steps - half)
-        difference = max(abs(one - two) for one, two in zip(losses, expected, strict=True))
-        say(f"{mesh(resumed.model.mpu)}: resumed at step {half}, loss {losses[-1]:.6f}")
-        say(f"largest difference of losses after resuming: {difference:.2e}")
+        losses = resumed.train(steps[extra["step"] :])
+        say(f"resumed at step {extra['step']} on {mesh(resumed.model.mpu)}: loss {losses[-1]:.6f}")
+        say(f"largest difference of losses: {largest_difference(losses, expected)}")
 
-    # 3. A Hugging Face checkpoint is read the same way, without the whole model in memory of any rank.
-    merged = args.output / "resumed-merged"
-    run.model.save_parallelized(merged, merge_checkpoints=True)
-    loaded = autopar.from_pretrained(
-        type(run.model), merged, {"model_parallelism": {"tensor_parallel_size": size}}, dtype=torch.float32
-    )
-    ids = data[0]["input_ids"][None].to(run.model.mpu.device)
-    with torch.no_grad():
-        one, two = run.model(input_ids=ids).logits, loaded(input_ids=ids).logits
-    say(f"from_pretrained, this rank's bytes only: logits differ by {(one - two).abs().max().item():.2e}")
+    # 3. Merge the shards: `autopar merge SOURCE DESTINATION` on the command line. One process is enough.
+    run.model.save_parallelized(args.output / "sharded")
+    merged = args.output / "merged"
+    if rank == 0:
+        folders = [os.path.relpath(args.output / "sharded"), os.path.relpath(merged)]
+        subprocess.run([sys.executable, "-m", "autopar", "merge", *folders, "--force"], check=True)
     dist.barrier()
-    dist.destroy_process_group()
+
+    # 4. Load the merged folder: with transformers, and sharded again.
+    ids = steps[0][:1].to(run.model.mpu.device)
+    with torch.no_grad():
+        logits = run.model(input_ids=ids).logits
+        model = AutoModelForCausalLM.from_pretrained(merged).to(ids.device)
+        say(f"from_pretrained of transformers: logits differ by {(model(ids).logits - logits).abs().max().item():.2e}")
+        model = autopar.from_pretrained(type(model), merged, {"tp": tp}, dtype=torch.float32)
+        say(f"from_pretrained of autopar: logits differ by {(model(ids).logits - logits).abs().max().item():.2e}")
+    finish()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The whole way on real text: train a small GPT-2 from scratch on 4 processes, save, merge, load it without autopar.
+"""Demo: train a small GPT-2 from scratch on 4 processes, save it, merge it, and load it with transformers.
 
 make demo
 torchrun --nproc-per-node 4 tutorials/demo.py
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from offline import HERE, TEXT, Blocks, load_text, load_tokenizer, mesh, say, small_gpt2, start, unigram_loss
+from offline import HERE, TEXT, Blocks, finish, load_text, load_tokenizer, mesh, say, small_gpt2, start, unigram_loss
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
@@ -48,14 +48,14 @@ def parse() -> argparse.Namespace:
 
 
 def split(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Training and validation text: every 20th paragraph is held out."""
+    """Return the training text and the validation text: every 20th paragraph."""
     held_out = texts[10::20]
     return [text for number, text in enumerate(texts) if number % 20 != 10], held_out
 
 
 @torch.no_grad()
 def evaluate(model: Any, loader: Any, mpu: autopar.MPU) -> float:
-    """Mean validation loss; each replica does its share."""
+    """Return the mean validation loss. Each replica evaluates a slice of the data."""
     model.eval()
     total = torch.zeros(2, device=mpu.device)
     for batch in loader:
@@ -92,7 +92,7 @@ def train(engine: Any, optimizer: Any, loader: Any, steps: int, mpu: autopar.MPU
 
 
 def merge(source: Path, destination: Path, tokenizer: Any) -> None:
-    """``autopar merge SOURCE DESTINATION``, as a user would call it. Other files of the folder come along."""
+    """Run ``autopar merge SOURCE DESTINATION``. It also copies the tokenizer files."""
     tokenizer.save_pretrained(source)
     folders = [os.path.relpath(source), os.path.relpath(destination), "--force"]
     command = [sys.executable, "-m", "autopar", "merge", *folders]
@@ -115,11 +115,11 @@ def main() -> None:
 
     config = small_gpt2(tokenizer, context=args.context, layers=args.layers, hidden=args.hidden)
     model = GPT2LMHeadModel(config)
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    full = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1)  # made before initialize
     model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": tp}})
     mpu = model.mpu
-    say(f"{mesh(mpu)}, {whole:,} parameters")
+    say(f"{mesh(mpu)}, {full:,} parameters")
 
     engine = DistributedDataParallel(model, process_group=mpu.dp.group)
     dp = mpu.dp.size
@@ -144,7 +144,7 @@ def main() -> None:
     dist.barrier()
     saved_until = time.perf_counter()
 
-    # The same input for the parallel model, on all ranks, and for a plain one that is read from the merged folder.
+    # Compare the parallel model with transformers, which loads the merged folder.
     probe = validation.ids[:4].to(mpu.device)
     prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(mpu.device)
     length = min(60, args.context - prompt.shape[1])
@@ -158,28 +158,27 @@ def main() -> None:
     dist.all_gather_object(parameters, sum(parameter.shape.numel() for parameter in model.parameters()))
     failed = False
     if rank == 0:
-        plain = AutoModelForCausalLM.from_pretrained(merged).to(mpu.device).eval()
+        reference = AutoModelForCausalLM.from_pretrained(merged).to(mpu.device).eval()
         with torch.no_grad():
-            difference = (plain(probe).logits - logits).abs().max().item()
+            difference = (reference(probe).logits - logits).abs().max().item()
         failed = not difference <= TOLERANCE
-        same = torch.equal(plain.generate(prompt, do_sample=False, **settings), tokens)
-        print(f"merged model, plain transformers: logits differ by at most {difference:.2e} (allowed {TOLERANCE:.0e})")
-        print(f"merged model, plain transformers: {'the same' if same else 'OTHER'} greedy tokens")
+        same = torch.equal(reference.generate(prompt, do_sample=False, **settings), tokens)
+        print(f"merged model in transformers: logits differ by at most {difference:.2e} (tolerance {TOLERANCE:.0e})")
+        print(f"merged model in transformers: {'the same' if same else 'DIFFERENT'} greedy tokens")
         print(f"sampled: {tokenizer.decode(sample[0], skip_special_tokens=True)}\n")
         table = Table(show_header=False)
         table.add_row("validation loss (nats per token)", "")
-        table.add_row("  unigrams, which ignore the context", f"{baseline:.3f}")
+        table.add_row("  unigrams (no context)", f"{baseline:.3f}")
         table.add_row("  model before training", f"{before:.3f}")
         table.add_row("  model after training", f"{after:.3f}")
-        table.add_row("parameters", f"{whole:,}")
+        table.add_row("parameters", f"{full:,}")
         for number, count in enumerate(parameters):
             table.add_row(f"  on rank {number}", f"{count:,}")
         table.add_row("seconds", f"{time.perf_counter() - began:.1f}")
         table.add_row(f"  {args.steps} training steps", f"{trained_until - trained_from:.1f}")
         table.add_row("  save and merge", f"{saved_until - evaluated:.1f}")
         Console().print(table)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish()
     if failed:
         raise SystemExit(f"error: the merged model's logits differ by {difference:.2e}, more than {TOLERANCE:.0e}")
 

@@ -1,4 +1,4 @@
-"""What the tutorials share: a model, a tokenizer and a text that need no network, and the start of a process."""
+"""Helpers of the tutorials: a model, a tokenizer and a text that need no network, and a reference training loop."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -23,7 +24,7 @@ from transformers.utils import logging
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import start_process_group
 
-# peft imports it with transformers' Trainer: on each rank it would warn of a kernel for CPUs that is not there.
+# peft imports bitsandbytes, which warns on each rank that a CPU kernel is missing.
 python_logging.getLogger("bitsandbytes").setLevel(python_logging.ERROR)
 
 HERE = Path(__file__).resolve().parent
@@ -31,19 +32,22 @@ TEXT = HERE / "data" / "state_of_the_union.txt"
 END = "<|endoftext|>"
 
 
-def arguments(description: str | None, *, steps: int, batch_size: int) -> argparse.ArgumentParser:
-    """The options that all tutorials have."""
-    summary = (description or "").strip().split("\n")[0]
+def arguments(about: str | None, *, steps: int, batch_size: int, compare: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the options that all tutorials have, and ``--no-compare`` if ``compare``."""
+    summary = (about or "").strip().split("\n")[0]
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--model", help="name on the hub or local folder; by default a small random GPT-2")
     add("--dataset", help="text file, folder or name on the hub (NAME or NAME:CONFIG); by default the text in data/")
-    add("--tensor-parallel-size", type=int, help="ranks that share one model replica")
-    add("--steps", type=int, default=steps, help="training steps, or tokens to generate")
+    add("--tensor-parallel-size", type=int, help="ranks that share one replica")
+    add("--steps", type=int, default=steps, help="training steps")
     add("--batch-size", type=int, default=batch_size, help="sequences per replica and step")
     add("--output", type=Path, default=HERE / "out", help="folder for the tokenizer and the checkpoints")
     add("--context", type=int, default=64, help="tokens per sequence")
     add("--vocab-size", type=int, default=2048, help="size of the tokenizer that is trained without --model")
+    if compare:
+        text = "also train the model on one process, rank 0, and compare the losses"
+        add("--compare", action=argparse.BooleanOptionalAction, default=True, help=text)
     return parser
 
 
@@ -51,12 +55,12 @@ def arguments(description: str | None, *, steps: int, batch_size: int) -> argpar
 
 
 def start() -> tuple[int, int]:
-    """Start this process; returns its rank and the number of processes.
+    """Start the process group, and return the rank and the number of processes.
 
-    ``autopar.initialize`` starts the process group by itself. Here it happens earlier, because ranks wait for each
-    other while rank 0 makes files, and on the CPU where a machine has fewer GPUs than processes.
+    ``autopar.initialize`` starts the process group by itself. The tutorials start it earlier, because the ranks wait
+    while rank 0 writes the tokenizer. With fewer GPUs than processes they run on the CPU.
     """
-    logging.set_verbosity_error()  # of transformers
+    logging.set_verbosity_error()  # transformers prints no warnings
     logging.disable_progress_bar()
     torch.manual_seed(0)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -69,20 +73,11 @@ def start() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def whole_world(args: argparse.Namespace) -> int:
-    """The tensor-parallel size where all processes share one model replica."""
-    world = dist.get_world_size()
-    if args.tensor_parallel_size not in (None, world):
-        raise SystemExit(
-            f"error: this tutorial has tensor parallelism only: --tensor-parallel-size {args.tensor_parallel_size} "
-            f"does not match {world} process(es). Tutorial 4 adds data parallelism."
-        )
-    return world
-
-
 def mesh(mpu: MPU) -> str:
-    """The sizes in words."""
-    return f"tensor parallel {mpu.sizes.tp} x data parallel {mpu.sizes.dp} on {mpu.device.type}"
+    """Describe the mesh, for example "tp 2 x dp 2 on cpu". Stages and context parallelism appear if they are used."""
+    sizes = {"tp": mpu.tp.size, "pp": mpu.pp.size, "cp": mpu.cp.size, "dp": mpu.dp.size}
+    shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis in ("tp", "dp")]
+    return f"{' x '.join(shown)} on {mpu.device.type}"
 
 
 def say(*words: object) -> None:
@@ -91,9 +86,22 @@ def say(*words: object) -> None:
         print(*words, flush=True)
 
 
+def say_on_each_rank(words: str) -> None:
+    """Print one line for each rank, in the order of the ranks."""
+    lines = [""] * dist.get_world_size()
+    dist.all_gather_object(lines, f"rank {dist.get_rank()}: {words}")
+    say("\n".join(lines))
+
+
+def finish() -> None:
+    """Wait for all ranks, and end the process group."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 @contextmanager
 def rank_zero_first() -> Iterator[None]:
-    """Rank 0 runs the body (which fills a cache), then the others do."""
+    """Run the body on rank 0 first, which fills a cache, then on the other ranks."""
     if dist.get_rank() > 0:
         dist.barrier()
     yield
@@ -105,7 +113,7 @@ def rank_zero_first() -> Iterator[None]:
 
 
 def load_text(name: str | None = None) -> list[str]:
-    """Paragraphs of a text file, or of the column ``text`` of a dataset; by default of the text in ``data/``."""
+    """Return the paragraphs of a text file or of the column ``text`` of a dataset; by default the text in ``data/``."""
     path = TEXT if name is None else Path(name)
     if path.is_file() and path.suffix in ("", ".txt", ".md"):
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -126,15 +134,18 @@ def load_text(name: str | None = None) -> list[str]:
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """A text cut into sequences of ``context`` tokens, for a causal language model."""
+    """A text in sequences of ``context`` tokens, for a causal language model.
 
-    def __init__(self, texts: Sequence[str], tokenizer: Any, context: int) -> None:
+    Only full batches of ``batch`` sequences are kept.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any, context: int, batch: int = 1) -> None:
         end = tokenizer.eos_token_id
         lines = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         ids = torch.tensor([token for line in lines for token in [*line, *([] if end is None else [end])]])
-        count = len(ids) // context
+        count = len(ids) // context // batch * batch
         if count == 0:
-            raise SystemExit(f"error: the text has {len(ids)} tokens, fewer than one sequence of {context}")
+            raise SystemExit(f"error: the text has {len(ids)} tokens, fewer than {batch} sequence(s) of {context}")
         self.ids = ids[: count * context].view(count, context)
 
     def __len__(self) -> int:
@@ -145,17 +156,54 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 def unigram_loss(train: Blocks, validation: Blocks, vocab_size: int) -> float:
-    """Nats per token of the best guess that ignores the context: what a model must beat to have learnt anything."""
+    """Return the loss, in nats per token, of the best guess that ignores the context."""
     counts = Counter(train.ids.flatten().tolist())
     table = torch.tensor([counts[token] + 1.0 for token in range(vocab_size)], dtype=torch.float64)
     return -(table / table.sum()).log()[validation.ids[:, 1:]].mean().item()
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+def batches(data: Blocks, steps: int, size: int) -> list[torch.Tensor]:
+    """Return one global batch of ``size`` sequences for each step; the data repeats."""
+    rows = torch.arange(steps * size) % len(data)
+    return list(data.ids[rows].split(size))  # [size, context] each
+
+
+def train_reference(model: Any, steps: Sequence[torch.Tensor], lr: float = 1e-3, schedule: Any = None) -> list[float]:
+    """Train on one process without autopar, with AdamW and clipping, and return the loss of each step."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    scheduler = LambdaLR(optimizer, schedule or (lambda step: 1.0))
+    device, losses = next(model.parameters()).device, []
+    for ids in steps:
+        loss = model(input_ids=ids.to(device), labels=ids.to(device)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def average(loss: torch.Tensor, mpu: MPU) -> float:
+    """Return the mean of the replicas' losses."""
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=mpu.dp.group)
+    return total.item() / mpu.dp.size
+
+
+def largest_difference(first: Sequence[float], second: Sequence[float]) -> str:
+    """Return the largest difference between two lists of losses."""
+    return f"{max(abs(a - b) for a, b in zip(first, second, strict=True)):.2e}"
 
 
 # -- tokenizer and model ------------------------------------------------------------------------------------------
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    """The tokenizer of ``--model``; without it a byte-level BPE, trained on the text in ``data/`` and kept."""
+    """Load the tokenizer of ``--model``. Without a model, train a byte-level BPE on the text in ``data/`` once."""
     if args.model is not None:
         try:
             with rank_zero_first():
@@ -191,7 +239,7 @@ def _train_tokenizer(texts: Sequence[str], vocab_size: int, folder: Path) -> Non
 
 
 def small_gpt2(tokenizer: Any, *, context: int, layers: int = 2, hidden: int = 128, heads: int = 4) -> GPT2Config:
-    """A GPT-2 that trains on a CPU: no dropout, one vocabulary with the tokenizer."""
+    """Return the config of a GPT-2 that trains on a CPU: no dropout, and the vocabulary of the tokenizer."""
     return GPT2Config(
         vocab_size=len(tokenizer),
         n_positions=context,
@@ -207,7 +255,7 @@ def small_gpt2(tokenizer: Any, *, context: int, layers: int = 2, hidden: int = 1
 
 
 def load_model(args: argparse.Namespace, tokenizer: Any) -> Any:
-    """The causal language model of ``--model``, or a small random GPT-2; in memory, on the CPU, in fp32."""
+    """Load the causal language model of ``--model``, or build a small random GPT-2; on the CPU, in fp32."""
     if args.model is None:
         return AutoModelForCausalLM.from_config(small_gpt2(tokenizer, context=args.context))
     try:

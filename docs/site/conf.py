@@ -1,13 +1,15 @@
 """Settings of Sphinx for the site that `make docs` builds: the pages of the repository, and the API from docstrings.
 
-The pages are read where they lie, so their links hold here as in the repository. A file that a page links to (a
-tutorial, a policy, a test) becomes a page that shows it.
+Sphinx reads the pages in place, so links work on the site and in the repository. A code file that a page links to, such
+as a tutorial or a policy, becomes a page that shows the file.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from html import escape
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,48 +61,55 @@ autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
 napoleon_use_rtype = False
 napoleon_use_ivar = True
-nitpicky = False  # roles in docstrings also name private things, which are no links then
-suppress_warnings = ["myst.header"]  # headings that leave a level out
+nitpicky = False  # roles in docstrings also name private objects, which have no page
+suppress_warnings = ["myst.header"]  # headings that skip a level
 
 html_theme = "furo"
 html_title = f"autopar {release}"
 html_copy_source = False
 html_show_sphinx = False
-html_static_path = ["site.css"]
+html_static_path = ["site.css", "search.js"]
 html_css_files = ["site.css"]
 html_additional_pages = {"index": "to_readme.html"}
 templates_path = ["templates"]
 
 REFERENCE = ("autopar", "model", "integrations", "checkpoint", "tensor_parallel", "megatron")
 CONTENTS = {
-    "Start": ["docs/start", "tutorials/README", "docs/configuration", "docs/troubleshooting"],
-    "Train and run": ["docs/training", "docs/own-code", "docs/inference", "docs/launching", "docs/checkpoints"],
-    "Plan and prove": [
-        "docs/planner",
-        "docs/memory",
-        "docs/performance",
-        "docs/verify",
-        "docs/rehearsal",
-        "docs/limitations",
-    ],
-    "More": [
+    "Start": ["docs/start", "tutorials/README", "docs/coming-from"],
+    "Guides": [
+        "docs/training",
         "docs/trainer",
         "docs/reinforcement",
         "docs/peft",
-        "docs/experts",
         "docs/quantized",
         "docs/long-sequences",
-        "docs/sequence-parallel",
-        "docs/coming-from",
+        "docs/experts",
+        "docs/attention-kernels",
+        "docs/own-code",
+        "docs/checkpoints",
+        "docs/inference",
+        "docs/serving",
+        "docs/launching",
+        "docs/planner",
+        "docs/rehearsal",
+        "docs/policies",
+        "docs/verify",
+        "docs/nan",
+        "docs/troubleshooting",
     ],
-    "Models": ["docs/models", "docs/policies", "policies/README"],
-    "API reference": [f"docs/reference/{name}" for name in REFERENCE],
-    "Development": ["docs/changelog", "docs/design", "docs/contributing", "tests/README", "benchmarks/README"],
+    "Concepts": ["docs/memory", "docs/performance", "docs/sequence-parallel", "docs/limitations", "docs/design"],
+    "Reference": [
+        "docs/configuration",
+        "docs/models",
+        "policies/README",
+        *(f"docs/reference/{name}" for name in REFERENCE),
+    ],
+    "Project": ["docs/changelog", "docs/contributing", "tests/README", "benchmarks/README"],
 }
 
 
 def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Give the first page the contents of the site, which the repository has as a table; take out links to folders."""
+    """Add the table of contents to the first page, and remove links to folders."""
     folder = (ROOT / docname).parent
     source[0] = re.sub(
         r"\[([^]]+)\]\(([^)#\s]+)\)",
@@ -111,11 +120,12 @@ def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
         app.env.metadata[docname]["orphan"] = ""
     if docname == root_doc:
         for caption, pages in CONTENTS.items():
-            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"
+            listed = "\n".join(page for page in pages if (ROOT / f"{page}.md").exists())
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
 
 
 class FileParser(Parser):
-    """A file of code as a page of its own: its path as the heading, and its text. The search leaves it out."""
+    """Show a code file as a page: its path as the heading, then its text. The search skips it."""
 
     supported = ("shown_file",)
 
@@ -126,6 +136,33 @@ class FileParser(Parser):
         document += section
         env = document.settings.env
         env.metadata[env.current_document.docname] |= {"orphan": "", "nosearch": ""}
+
+
+def inline_drawings(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Put SVG images into the page, where they take the colors of its style."""
+    for image in list(doctree.findall(nodes.image)):
+        path = ROOT / image["uri"]
+        if path.suffix == ".svg" and app.builder.format == "html":
+            label = escape(image.get("alt", ""))
+            html = f'<span class="drawing" role="img" aria-label="{label}">{path.read_text()}</span>'
+            image.replace_self(nodes.raw("", html, format="html"))
+
+
+def write_sections(app: Sphinx, error: Exception | None) -> None:
+    """Write heading, anchor and words of each section: the search page finds the heading of a hit with them."""
+    pages = {}
+    if error is None and app.builder.format == "html":
+        for name in app.env.found_docs:
+            if "nosearch" not in app.env.metadata[name]:
+                sections = app.env.get_doctree(name).findall(nodes.section)
+                pages[name] = [(section[0].astext(), section["ids"][0], words(section)) for section in sections]
+        (Path(app.outdir) / "_static" / "sections.js").write_text(f"const SECTIONS = {json.dumps(pages)};\n")
+
+
+def words(section: nodes.section) -> str:
+    """Return the words of a section, without its subsections."""
+    text = " ".join(part.astext() for part in section if not isinstance(part, nodes.section))
+    return " ".join(sorted(set(re.findall(r"\w+", text.lower()))))
 
 
 def model_without_self(_: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, returns: str) -> Any:
@@ -145,6 +182,8 @@ def setup(app: Sphinx) -> None:
         for name in names:
             setattr(model, name, getattr(methods, name))
     app.connect("source-read", prepare)
+    app.connect("doctree-resolved", inline_drawings)
+    app.connect("build-finished", write_sections)
     app.connect("autodoc-process-signature", model_without_self)
     for suffix in LANGUAGES:
         app.add_source_suffix(suffix, "shown_file")

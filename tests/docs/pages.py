@@ -13,7 +13,7 @@ PAGES += [ROOT / "tutorials" / "README.md", ROOT / "benchmarks" / "README.md"]
 
 
 class Code(NamedTuple):
-    """A fenced block: its language, its text, and the file that its first line ``# my_model.py`` names."""
+    """A fenced block: its language, its text, and the file name in its first line, such as ``# my_model.py``."""
 
     language: str
     text: str
@@ -25,20 +25,20 @@ class Code(NamedTuple):
 
 
 def codes(text: str, language: str | None = None) -> list[Code]:
-    """All blocks, or those of one language, in order."""
+    """Return all blocks, or the blocks of one language, in order."""
     found = [Code(*match) for match in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
     return [code for code in found if language in (None, code.language)]
 
 
 def section(page: Path, start: str, end: str | None = None) -> str:
-    """The text from one heading up to another."""
+    """Return the text from one heading up to another heading."""
     text = page.read_text()
     text = text[text.index(start) :]
     return text[: text.index(end)] if end else text
 
 
 def anchors(text: str) -> set[str]:
-    """What links to headings end in, as GitHub makes them."""
+    """Return the anchors of the headings, as GitHub makes them."""
     plain = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

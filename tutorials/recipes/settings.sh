@@ -1,19 +1,19 @@
 # shellcheck shell=bash
-# What matters for training on several nodes; each line only where nothing else is set. Sourced by the scripts beside it.
+# Environment for training on several nodes. The scripts in this folder source it. Variables that are set stay as they are.
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun sets 1 too; more for CPU work beside the GPU
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as torchrun sets it; more for work on the CPU
 
-# Over which network nodes talk: the names are those of `ip -br addr`. Without them NCCL and gloo pick one by themselves,
-# and on machines with docker0 or several cards pick the wrong one.
+# Network interface between the nodes; `ip -br addr` lists the names. By default NCCL and gloo select one, which may be
+# the wrong one on machines with docker0 or several cards.
 if [[ -n "${INTERFACE:-}" ]]; then
     export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$INTERFACE}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$INTERFACE}"
 fi
-export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" # INFO says which network it found: look for NET/IB, not NET/Socket
+export NCCL_DEBUG="${NCCL_DEBUG:-WARN}" # INFO prints the network: expect NET/IB, not NET/Socket
 
-# The flight recorder: the last collectives of every rank, written to FILE<rank> when one times out.
+# Flight recorder: each rank writes its last collectives to FILE<rank> when a collective times out.
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-20000}"
 export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"
 export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="${TORCH_NCCL_DEBUG_INFO_TEMP_FILE:-${TMPDIR:-/tmp}/collectives_rank_}"
 
-# Each attempt of a job meets in a store of its own, without what lost ranks have left in the last one.
+# Each attempt of a job uses a new store, without the entries of failed ranks.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
