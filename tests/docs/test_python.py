@@ -49,6 +49,7 @@ RUN = {
     DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,
     DOCS / "rehearsal.md": 1,
+    DOCS / "sequence-parallel.md": 1,
     DOCS / "serving.md": 2,
     DOCS / "start.md": 1,
     DOCS / "trainer.md": 1,
@@ -79,7 +80,8 @@ def run(page: Path, folder: Path, count: int | None = None, /, **given: Any) -> 
 
 @distributed(world_size=2)
 def test_own_code(tmp_path: Path) -> None:
-    run(DOCS / "attention-kernels.md", tmp_path)
+    for page in ("attention-kernels.md", "sequence-parallel.md"):
+        run(DOCS / page, tmp_path)
     names = run(DOCS / "own-code.md", tmp_path)
     pruned = autopar.full_tensor(names["weight"])
     assert 0.25 < float((pruned == 0).float().mean()) < 0.35

@@ -11,11 +11,8 @@ from tests.random_models import Case
 from tests.refused_types import LATE_IN_CONTEXT, NOT_IN_CONTEXT
 from tests.test_every_policy import WHOLE
 
-GPT2, LLAMA, T5 = (
-    Case("gpt2", "GPT2LMHeadModel"),
-    Case("llama", "LlamaForCausalLM"),
-    Case("t5", "T5ForConditionalGeneration"),
-)
+GPT2, LLAMA = Case("gpt2", "GPT2LMHeadModel"), Case("llama", "LlamaForCausalLM")
+T5 = Case("t5", "T5ForConditionalGeneration")
 
 
 @pytest.mark.tier("all")

@@ -214,9 +214,8 @@ def test_requests_are_given_on_all_ranks_or_on_the_first() -> None:
 @pooled(world_size=2)
 def test_ranks_leave_together() -> None:
     """The second rank has nothing to do and comes to the end of its block at once."""
-    model = autopar.initialize(grouped(), {"tp": 2})
+    model, rank = autopar.initialize(grouped(), {"tp": 2}), dist.get_rank()
     due = expected(grouped())
-    rank = dist.get_rank()
 
     def give(manager: Any) -> None:
         if rank == 0:
