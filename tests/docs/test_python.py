@@ -4,8 +4,13 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import socket
+import threading
+import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from http.client import HTTPConnection
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,7 @@ from tests.worlds import distributed
 
 # Page -> how many of its blocks run here. Those that begin with the name of a file belong to the guide (test_guide.py).
 RUN = {
+    DOCS / "attention-kernels.md": 1,
     DOCS / "coming-from.md": 6,
     DOCS / "checkpoints.md": 2,
     DOCS / "experts.md": 1,
@@ -43,6 +49,8 @@ RUN = {
     DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,
     DOCS / "rehearsal.md": 1,
+    DOCS / "sequence-parallel.md": 1,
+    DOCS / "serving.md": 2,
     DOCS / "start.md": 1,
     DOCS / "trainer.md": 1,
     DOCS / "training.md": 3,
@@ -72,6 +80,8 @@ def run(page: Path, folder: Path, count: int | None = None, /, **given: Any) -> 
 
 @distributed(world_size=2)
 def test_own_code(tmp_path: Path) -> None:
+    for page in ("attention-kernels.md", "sequence-parallel.md"):
+        run(DOCS / page, tmp_path)
     names = run(DOCS / "own-code.md", tmp_path)
     pruned = autopar.full_tensor(names["weight"])
     assert 0.25 < float((pruned == 0).float().mean()) < 0.35
@@ -228,6 +238,38 @@ def test_inference(tmp_path: Path) -> None:
     assert names["logits"].shape == (*batch["input_ids"].shape, 131)
 
 
+def ask(port: int, answers: list[str]) -> None:
+    """Ask a server of this process three times, as soon as it is there, and end it."""
+    while not answers:
+        time.sleep(0.1)
+        with suppress(ConnectionRefusedError):
+            for text in ("w5 w6 w7", "w9 w3", "w5 " * 200):
+                connection = HTTPConnection("localhost", port, timeout=60)
+                connection.request("POST", "/", text)
+                reply = connection.getresponse()
+                answers.append(reply.read().decode() if reply.status == 200 else str(reply.status))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@distributed(world_size=2)
+def test_serving(tmp_path: Path) -> None:
+    words, plain = tokenizer(), gpt2().eval()
+    if dist.get_rank() == 0:
+        words.save_pretrained(tmp_path / "gpt2")
+    run(DOCS / "serving.md", tmp_path, 0)
+    asked = [words(text, return_tensors="pt")["input_ids"] for text in ("w5 w6 w7", "w9 w3")]
+    due = [words.decode(plain.generate(x, max_new_tokens=5, do_sample=False)[0, x.shape[1] :]) for x in asked]
+    for code in blocks(DOCS / "serving.md"):
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        answers: list[str] = []
+        client = threading.Thread(target=ask, args=(port, answers), daemon=True)
+        if dist.get_rank() == 0:
+            client.start()
+        exec(compile(code.replace("8000", str(port)), "serving.md", "exec"), {})
+        assert answers == ([*due, "400"] if dist.get_rank() == 0 else [])
+
+
 def sides(diff: str) -> tuple[str, str]:
     """The program before a change, and after it."""
     lines = diff.splitlines()
@@ -242,14 +284,8 @@ def run_the_start(folder: Path) -> None:
     for diff in codes(page.read_text(), "diff"):
         for code in sides(diff.text):
             names: dict[str, Any] = {"dataset": Sequences(24)}
-            exec(
-                compile(
-                    code.replace('"trained"', f'"trained-{dist.get_rank()}"' if "autopar" not in code else '"trained"'),
-                    page.name,
-                    "exec",
-                ),
-                names,
-            )
+            folder_of_rank = "trained" if "autopar" in code else f"trained-{dist.get_rank()}"
+            exec(compile(code.replace('"trained"', f'"{folder_of_rank}"'), page.name, "exec"), names)
         trained = AutoModelForCausalLM.from_pretrained("trained").lm_head.weight
         assert not torch.equal(trained, gpt2().lm_head.weight)
         dist.barrier()

@@ -1,9 +1,9 @@
 """Continuous batching over tensor-parallel ranks: transformers' ``generate_batch`` and its managers."""
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,11 +181,8 @@ def from_threads(manager: Any) -> None:
         time.sleep(0.01 * ((number * 7 + 3 * dist.get_rank()) % 5))
         assert manager.add_request(PROMPTS[number], request_id=f"own {number}", max_new_tokens=12) == f"own {number}"
 
-    threads = [threading.Thread(target=give, args=(number,)) for number in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        list(pool.map(give, range(len(PROMPTS))))
 
 
 @pytest.mark.tier("sweep")
@@ -216,9 +213,8 @@ def test_requests_are_given_on_all_ranks_or_on_the_first() -> None:
 @pooled(world_size=2)
 def test_ranks_leave_together() -> None:
     """The second rank has nothing to do and comes to the end of its block at once."""
-    model = autopar.initialize(grouped(), {"tp": 2})
+    model, rank = autopar.initialize(grouped(), {"tp": 2}), dist.get_rank()
     due = expected(grouped())
-    rank = dist.get_rank()
 
     def give(manager: Any) -> None:
         if rank == 0:
@@ -292,12 +288,10 @@ def test_a_pause_changes_weights_and_other_threads_are_refused() -> None:
     """As in reinforcement learning: requests that run go on with the new weights."""
     model, plain = autopar.initialize(grouped(), {"tp": 2}), grouped()
     ids = torch.tensor([PROMPTS[0]])
-    later = grouped()
-    with torch.no_grad():
-        for parameter in [*later.parameters(), *model.parameters()]:
-            parameter.requires_grad_(False)
-        for parameter in later.parameters():
-            parameter.mul_(1.25)
+    model.requires_grad_(False)
+    later = grouped().requires_grad_(False)
+    for parameter in later.parameters():
+        parameter.mul_(1.25)
     manager = model.init_continuous_batching(asked(eos_token_id=-1), cache(num_blocks=80))
     manager.start()
     manager.add_request(PROMPTS[1], request_id="long", max_new_tokens=200)
@@ -307,9 +301,8 @@ def test_a_pause_changes_weights_and_other_threads_are_refused() -> None:
         model.generate(ids, max_new_tokens=2)
     with manager.pause():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.25)
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
     manager.add_request(PROMPTS[2], request_id="new", max_new_tokens=12)
     found = {}
     while len(found) < 2:
