@@ -23,29 +23,27 @@ PAGE = DOCS / "memory.md"
 HEAD = "|---|---|---|---|---|---|---|---|---|\n"
 BASE = Candidate(1, 1, 8, "1f1b", 4, 2, 0, False)
 ROWS = [
-    ("replicas alone", "`{}`", BASE),
+    ("replicas only", "`{}`", BASE),
     ("smaller micro-batches", "`pipeline: {microbatch_size: 1}`", replace(BASE, microbatch=1, microbatches=8)),
     ("ZeRO 1", "`zero: {stage: 1}`", replace(BASE, zero=1)),
     ("ZeRO 2", "`zero: {stage: 2}`", replace(BASE, zero=2)),
     ("ZeRO 3", "`zero: {stage: 3}`", replace(BASE, zero=3)),
-    ("recomputed blocks", "`activation_checkpointing: {enable: true}`", replace(BASE, checkpointing=True)),
+    ("recomputation", "`activation_checkpointing: {enable: true}`", replace(BASE, checkpointing=True)),
     (
-        "... but attention",
+        "... keep attention",
         "`activation_checkpointing: {save: [attention]}`",
         replace(BASE, checkpointing=True, saves=("attention",)),
     ),
     ("tensor parallel", "`tp: 2`", replace(BASE, tp=2, dp=4, microbatches=4)),
     (
-        "... with rows",
+        "... with sequence parallelism",
         "`tp: 2`, `sequence_parallel: true`",
         replace(BASE, tp=2, dp=4, microbatches=4, sequence_parallel=True),
     ),
     ("two stages", "`pp: 2`", replace(BASE, pp=2, dp=4, microbatches=4)),
-    ("two stages, ZeRO 2", "`pp: 2`, `zero: {stage: 2}`", replace(BASE, pp=2, dp=4, microbatches=4, zero=2)),
-    ("two stages, ZeRO 3", "`pp: 2`, `zero: {stage: 3}`", replace(BASE, pp=2, dp=4, microbatches=4, zero=3)),
     (
-        "ZeRO 3, recomputed, micro-batches of 1",
-        "all of these",
+        "ZeRO 3, recomputation, micro-batches of 1",
+        "the three settings",
         replace(BASE, zero=3, checkpointing=True, microbatch=1, microbatches=8),
     ),
 ]
@@ -73,14 +71,14 @@ def _rows() -> Iterator[str]:
         estimate = plain.estimate(candidate)
         yield row(lever, config, estimate)
         if at == 1:
-            yield row("loss in chunks", "`loss: {chunk: 2048}`", chunked.estimate(BASE))
+            yield row("chunked loss", "`loss: {chunk: 2048}`", chunked.estimate(BASE))
         if candidate.zero == 1:
             _, left, _, seconds = on_host(candidate, estimate.peak)
             section = "`zero: {stage: 1, optimizer_offload: true}`"
-            yield _line("... in the CPU's memory", section, left, estimate.time + seconds)
-        if lever == "... but attention":
+            yield _line("... on the CPU", section, left, estimate.time + seconds)
+        if lever == "... keep attention":
             section = "`activation_checkpointing: {every: 2}`"
-            yield row("every second block", section, plain.estimate(replace(BASE, checkpointing=True, every=2)))
+            yield row("... every second block", section, plain.estimate(replace(BASE, checkpointing=True, every=2)))
 
 
 @pytest.mark.tier("all")
