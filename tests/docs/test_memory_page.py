@@ -22,30 +22,21 @@ from tests.docs.pages import DOCS
 PAGE = DOCS / "memory.md"
 HEAD = "|---|---|---|---|---|---|---|---|---|\n"
 BASE = Candidate(1, 1, 8, "1f1b", 4, 2, 0, False)
+SMALL = replace(BASE, microbatch=1, microbatches=8)
+CKPT = replace(BASE, checkpointing=True)
+TP = replace(BASE, tp=2, dp=4, microbatches=4)
 ROWS = [
     ("replicas only", "`{}`", BASE),
-    ("smaller micro-batches", "`pipeline: {microbatch_size: 1}`", replace(BASE, microbatch=1, microbatches=8)),
+    ("smaller micro-batches", "`pipeline: {microbatch_size: 1}`", SMALL),
     ("ZeRO 1", "`zero: {stage: 1}`", replace(BASE, zero=1)),
     ("ZeRO 2", "`zero: {stage: 2}`", replace(BASE, zero=2)),
     ("ZeRO 3", "`zero: {stage: 3}`", replace(BASE, zero=3)),
-    ("recomputation", "`activation_checkpointing: {enable: true}`", replace(BASE, checkpointing=True)),
-    (
-        "... keep attention",
-        "`activation_checkpointing: {save: [attention]}`",
-        replace(BASE, checkpointing=True, saves=("attention",)),
-    ),
-    ("tensor parallel", "`tp: 2`", replace(BASE, tp=2, dp=4, microbatches=4)),
-    (
-        "... with sequence parallelism",
-        "`tp: 2`, `sequence_parallel: true`",
-        replace(BASE, tp=2, dp=4, microbatches=4, sequence_parallel=True),
-    ),
+    ("recomputation", "`activation_checkpointing: {enable: true}`", CKPT),
+    ("... keep attention", "`activation_checkpointing: {save: [attention]}`", replace(CKPT, saves=("attention",))),
+    ("tensor parallel", "`tp: 2`", TP),
+    ("... with sequence parallelism", "`tp: 2`, `sequence_parallel: true`", replace(TP, sequence_parallel=True)),
     ("two stages", "`pp: 2`", replace(BASE, pp=2, dp=4, microbatches=4)),
-    (
-        "ZeRO 3, recomputation, micro-batches of 1",
-        "the three settings",
-        replace(BASE, zero=3, checkpointing=True, microbatch=1, microbatches=8),
-    ),
+    ("ZeRO 3, recomputation, micro-batches of 1", "the three settings", replace(SMALL, zero=3, checkpointing=True)),
 ]
 
 
@@ -78,7 +69,7 @@ def _rows() -> Iterator[str]:
             yield _line("... on the CPU", section, left, estimate.time + seconds)
         if lever == "... keep attention":
             section = "`activation_checkpointing: {every: 2}`"
-            yield row("... every second block", section, plain.estimate(replace(BASE, checkpointing=True, every=2)))
+            yield row("... every second block", section, plain.estimate(replace(CKPT, every=2)))
 
 
 @pytest.mark.tier("all")
