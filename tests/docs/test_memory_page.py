@@ -22,32 +22,21 @@ from tests.docs.pages import DOCS
 PAGE = DOCS / "memory.md"
 HEAD = "|---|---|---|---|---|---|---|---|---|\n"
 BASE = Candidate(1, 1, 8, "1f1b", 4, 2, 0, False)
+SMALL = replace(BASE, microbatch=1, microbatches=8)
+CKPT = replace(BASE, checkpointing=True)
+TP = replace(BASE, tp=2, dp=4, microbatches=4)
 ROWS = [
-    ("replicas alone", "`{}`", BASE),
-    ("smaller micro-batches", "`pipeline: {microbatch_size: 1}`", replace(BASE, microbatch=1, microbatches=8)),
+    ("replicas only", "`{}`", BASE),
+    ("smaller micro-batches", "`pipeline: {microbatch_size: 1}`", SMALL),
     ("ZeRO 1", "`zero: {stage: 1}`", replace(BASE, zero=1)),
     ("ZeRO 2", "`zero: {stage: 2}`", replace(BASE, zero=2)),
     ("ZeRO 3", "`zero: {stage: 3}`", replace(BASE, zero=3)),
-    ("recomputed blocks", "`activation_checkpointing: {enable: true}`", replace(BASE, checkpointing=True)),
-    (
-        "... but attention",
-        "`activation_checkpointing: {save: [attention]}`",
-        replace(BASE, checkpointing=True, saves=("attention",)),
-    ),
-    ("tensor parallel", "`tp: 2`", replace(BASE, tp=2, dp=4, microbatches=4)),
-    (
-        "... with rows",
-        "`tp: 2`, `sequence_parallel: true`",
-        replace(BASE, tp=2, dp=4, microbatches=4, sequence_parallel=True),
-    ),
+    ("recomputation", "`activation_checkpointing: {enable: true}`", CKPT),
+    ("... keep attention", "`activation_checkpointing: {save: [attention]}`", replace(CKPT, saves=("attention",))),
+    ("tensor parallel", "`tp: 2`", TP),
+    ("... with sequence parallelism", "`tp: 2`, `sequence_parallel: true`", replace(TP, sequence_parallel=True)),
     ("two stages", "`pp: 2`", replace(BASE, pp=2, dp=4, microbatches=4)),
-    ("two stages, ZeRO 2", "`pp: 2`, `zero: {stage: 2}`", replace(BASE, pp=2, dp=4, microbatches=4, zero=2)),
-    ("two stages, ZeRO 3", "`pp: 2`, `zero: {stage: 3}`", replace(BASE, pp=2, dp=4, microbatches=4, zero=3)),
-    (
-        "ZeRO 3, recomputed, micro-batches of 1",
-        "all of these",
-        replace(BASE, zero=3, checkpointing=True, microbatch=1, microbatches=8),
-    ),
+    ("ZeRO 3, recomputation, micro-batches of 1", "the three settings", replace(SMALL, zero=3, checkpointing=True)),
 ]
 
 
@@ -73,14 +62,14 @@ def _rows() -> Iterator[str]:
         estimate = plain.estimate(candidate)
         yield row(lever, config, estimate)
         if at == 1:
-            yield row("loss in chunks", "`loss: {chunk: 2048}`", chunked.estimate(BASE))
+            yield row("chunked loss", "`loss: {chunk: 2048}`", chunked.estimate(BASE))
         if candidate.zero == 1:
             _, left, _, seconds = on_host(candidate, estimate.peak)
             section = "`zero: {stage: 1, optimizer_offload: true}`"
-            yield _line("... in the CPU's memory", section, left, estimate.time + seconds)
-        if lever == "... but attention":
+            yield _line("... on the CPU", section, left, estimate.time + seconds)
+        if lever == "... keep attention":
             section = "`activation_checkpointing: {every: 2}`"
-            yield row("every second block", section, plain.estimate(replace(BASE, checkpointing=True, every=2)))
+            yield row("... every second block", section, plain.estimate(replace(CKPT, every=2)))
 
 
 @pytest.mark.tier("all")

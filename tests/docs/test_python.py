@@ -43,6 +43,7 @@ RUN = {
     DOCS / "inference.md": 6,
     DOCS / "launching.md": 1,
     DOCS / "long-sequences.md": 1,
+    DOCS / "nan.md": 2,
     DOCS / "own-code.md": 4,
     DOCS / "quantized.md": 4,
     DOCS / "peft.md": 3,
@@ -53,7 +54,7 @@ RUN = {
     DOCS / "serving.md": 2,
     DOCS / "start.md": 1,
     DOCS / "trainer.md": 1,
-    DOCS / "training.md": 3,
+    DOCS / "training.md": 4,
     DOCS / "verify.md": 1,
 }
 
@@ -144,6 +145,15 @@ def test_long_sequences(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
+def test_nan(tmp_path: Path) -> None:
+    names = run(DOCS / "nan.md", tmp_path)
+    assert names["first_nonfinite"](names["model"], names["batch"]) is None and names["norm"] > 0
+    if dist.get_rank() == 0:
+        names["model"].transformer.h[1].mlp.c_proj.weight.data[0, 0] = torch.nan
+    assert names["first_nonfinite"](names["model"], names["batch"]) == "transformer.h.1.mlp.c_proj"
+
+
+@distributed(world_size=2)
 def test_planner(tmp_path: Path) -> None:
     names = run(DOCS / "planner.md", tmp_path)
     held = names["plan"].ranks[0, 0, names["model"].mpu.tp.rank]
@@ -175,15 +185,16 @@ def _average(code: str, page: str) -> None:
 @distributed(world_size=2)
 def test_training(tmp_path: Path) -> None:
     page = DOCS / "training.md"
-    names = run(page, tmp_path, 1)
+    names = run(page, tmp_path, 2)
     model, optimizer = names["model"], names["optimizer"]
+    assert 0 <= names["accuracy"] <= 1 and len(names["correct"]) == 3
     attached = re.findall(r"^\| `model\.(\w+)", page.read_text(), re.MULTILINE)
     assert len(attached) == 7
     for name in attached:
         assert name == "mpu" or callable(getattr(model, name)), name
     assert (names["out"].loss is None) == (dist.get_rank() == 0), "out.loss is that of the last stage"
     assert optimizer.skipped_steps < 3 and optimizer.gradient_norm > 0
-    average, last = blocks(page)[1:]
+    average, last = blocks(page)[2:]
     _average(average, page.name)
     exec(compile(last, page.name, "exec"), names)
     plain = names["plain"]
