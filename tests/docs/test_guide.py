@@ -80,7 +80,7 @@ def test_the_first_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             if os.environ.get("UPDATE_DOCS") != "1":
                 assert shown(code.text, tmp_path) == shown(printed, tmp_path)
     assert compared == 4
-    assert printed.endswith("all holds\n") and "pp rank 1" in printed
+    assert printed.endswith("all checks pass\n") and "pp rank 1" in printed
     assert "policies/my_policy" not in text
     if os.environ.get("UPDATE_DOCS") == "1":
         PAGE.write_text(PAGE.read_text().replace(text, replaced))

@@ -199,7 +199,7 @@ def _in_words(report: dict[str, Any], brief: bool, places: bool) -> Iterator[str
             if report.get(name):
                 yield f"{name.replace('_', ' ')}: {' '.join(report[name].split())}"
     if "holds" in report:
-        yield "all holds" if report["holds"] else "does not hold"
+        yield "all checks pass" if report["holds"] else "some checks fail"
 
 
 def _tables(report: dict[str, Any], places: bool, staged: bool) -> Iterator[str]:
