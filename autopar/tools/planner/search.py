@@ -283,14 +283,14 @@ def assumptions(estimator: Estimator) -> list[str]:
     fast = gpu.peak(model.precision) * gpu.products * held["products"] / 1e12
     extra = f", and {network.latency * 1e6:g} us more per hop" if network.latency else ""
     return [
-        f"{gpu.name}: large matmuls run at {fast:.0f} of {gpu.peak(model.precision) / 1e12:.0f} TFLOP/s, memory traffic "
-        f"at {held['stream']:.0%} of {gpu.bandwidth / 1e12:.2f} TB/s; each operation takes at least "
+        f"{gpu.name}: large matmuls run at {fast:.0f} of {gpu.peak(model.precision) / 1e12:.0f} TFLOP/s, memory "
+        f"traffic at {held['stream']:.0%} of {gpu.bandwidth / 1e12:.2f} TB/s; each operation takes at least "
         f"{held['launch']} us",
         f"network: NCCL's cost model with {network.intra / 1e9:g} GB/s of {'NVLink' if network.nvlink else 'PCIe'} "
         f"within a node and {network.inter / 1e9:g} GB/s per GPU between nodes, one way{extra}; minus "
         f"{held['fabric_loss']:.0%} each time the number of nodes doubles",
-        f"overlap: {held['overlap']:.0%} of FSDP2's traffic (with stages only in ZeRO-3) and of the gradient averaging in "
-        "the last backward; none of the tp, cp, ep and optimizer traffic",
+        f"overlap: {held['overlap']:.0%} of FSDP2's traffic (with stages only in ZeRO-3) and of the gradient averaging "
+        "in the last backward; none of the tp, cp, ep and optimizer traffic",
         "backward: matmuls take 2 times, attention 2.5 times, other operations 1.5 times their forward time",
         f"memory: {model.optimizer} is passed to initialize and steps run through execute_pipeline; work is the "
         "largest of any block; no fragmentation",

@@ -142,9 +142,8 @@ class Report:
             return self
         failed = [row for row in self.rows if row.holds is False]
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one rank"
-        text = [
-            f"{self.model} on {mesh} differs from the reference model: {len(failed)} of {len(self.rows)} comparisons fail."
-        ]
+        fail = f"{len(failed)} of {len(self.rows)} comparisons fail."
+        text = [f"{self.model} on {mesh} differs from the reference model: {fail}"]
         blamed = str(self.culprit).splitlines() if self.culprit else []
         room = _LINES - 2 - len(blamed)
         text += [f"  {clip(str(row), 240)}" for row in failed[:room]]
