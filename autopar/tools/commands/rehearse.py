@@ -122,8 +122,7 @@ def _counted(found: Rehearsal) -> Iterator[str]:
         shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
         yield f"{digits(time)} s per step without overlap; ranks wait for {shares} of it"
         if found.hidden:
-            hidden = digits(found.hidden)
-            yield f"{digits(time - found.hidden)} s per step if {hidden} s of data-parallel traffic overlap"
+            yield f"{digits(time - found.hidden)} s per step if {digits(found.hidden)} s of dp traffic overlap"
 
 
 def _to_json(found: Rehearsal) -> dict[str, Any]:

@@ -316,9 +316,8 @@ def _culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
     if not event.path and event.name == "loss":
         return Culprit("", f"the loss differs{size}, but the logits are correct", ())
     argument = f"argument {event.name} of" if event.name else "an argument of"
-    makes_it = f"{module or 'the model'} computes it"
     text = {
-        "input": f"{argument} {shown} differs{size}{again}: {makes_it}",
+        "input": f"{argument} {shown}, computed by {module or 'the model'}, differs{size}{again}",
         "output": f"the output of {shown} differs{size}{again}",
         "gradient": f"the gradient of the output of {shown} differs{size}{again}",
         "parameter": f"the gradient of {event.name} differs{size}",
