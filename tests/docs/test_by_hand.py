@@ -1,4 +1,4 @@
-"""The made-up model in docs/policies.md, with grouped queries, fused weights and experts, and its policy by hand."""
+"""The model of docs/policies.md with grouped queries, fused weights and experts, and its policy by hand."""
 
 import re
 import sys
@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from autopar.cli import app
 from autopar.tools.verification.small_models import randomise
-from tests.docs.pages import DOCS, codes, section
+from tests.docs.pages import DOCS, ROOT, codes, section
 from tests.parity import check, language_batches
 from tests.pool import pooled
 
 TEXT = section(DOCS / "policies.md", "## By hand: grouped queries", "## Modules that are not Hugging Face models")
-FILES = {code.file: code.text for code in codes(TEXT) if code.file}
+FILES = {name: (ROOT / "tutorials" / "data" / name).read_text() for name in ("gqa_model.py", "gqa_policy.yaml")}
 POLICY = FILES["gqa_policy.yaml"]
 COMMANDS, (VERIFY,) = [code.text.splitlines() for code in codes(TEXT, "bash")]
 ROWS = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", TEXT, re.MULTILINE))  # of the tables
