@@ -44,20 +44,12 @@ def policy_table() -> str:
         units = [unit for tower in policy.towers for unit in tower.units.values()]
         marks = ["kv"] * any(unit.replicate for unit in units) + ["ep"] * any(rule.by_expert for rule in rules)
         for kind in policy.model_types:
-            versions = policy.range_of(kind)
-            notes = [*marks, *[f"`{versions.removesuffix(',<6')}`"] * (versions != usual)]
+            notes = [*marks, *(f"`{each.removesuffix(',<6')}`" for each in [policy.range_of(kind)] if each != usual)]
             about = ("/".join(tasks([kind])) or "part") + (f" ({', '.join(notes)})" if notes else "")
             files.setdefault(Path(policy.where.file).stem, {}).setdefault(about, []).append(kind)
-    lines = [
-        f"Versions of transformers: `{usual}`, unless a row names others.",
-        "",
-        "| policy | model types |",
-        "|---|---|",
-    ]
+    lines = [f"transformers `{usual}`, unless a row names another range.", "", "| policy | model types |", "|---|---|"]
     for file, groups in sorted(files.items()):
-        cells = [
-            f"{', '.join(dict.fromkeys(kinds))}: {about}" for about, kinds in sorted(groups.items(), key=lambda g: g[1])
-        ]
+        cells = sorted(f"{', '.join(dict.fromkeys(kinds))}: {about}" for about, kinds in groups.items())
         lines.append(f"| [{file}](../policies/{file}.yaml) | {'<br>'.join(cells)} |")
     return "\n".join(lines)
 

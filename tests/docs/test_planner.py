@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "70 B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     | {"num_key_value_heads": 8},
 }
-CARDS = [("t4", 2), ("rtx4090", 2), ("rtx4090", 4), ("rtx4090", 8), ("h100", 8)]
+CARDS = [("t4", 2, "fp16"), *(("rtx4090", count, "bf16") for count in (2, 4, 8)), ("h100", 8, "bf16")]
 ROWS = ["7 B", *in_tier("sweep", ["1 B", "13 B", "70 B"])]
 
 
@@ -52,8 +52,7 @@ def llama(size: str, *, lora: bool, dtype: torch.dtype = torch.float32) -> Any:
 def cells(row: str) -> Iterator[str]:
     """Yield the planner's answers for one row: the mesh, GB of the fullest card, tokens per second and card."""
     plain = llama(row, lora=False)
-    for gpu, count in CARDS:
-        dtype = "fp16" if gpu == "t4" else "bf16"
+    for gpu, count, dtype in CARDS:
         planned = PlannedModel(plain, None, sequence=2048, precision=dtype, optimizer="adamw", dry_run=False)
         estimator = Estimator(planned, find_node(gpu))
         found = search(estimator, Space(count, 8, 16), 1)
