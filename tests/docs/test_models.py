@@ -47,7 +47,7 @@ def policy_table() -> str:
             notes = [*marks, *(f"`{each.removesuffix(',<6')}`" for each in [policy.range_of(kind)] if each != usual)]
             about = ("/".join(tasks([kind])) or "part") + (f" ({', '.join(notes)})" if notes else "")
             files.setdefault(Path(policy.where.file).stem, {}).setdefault(about, []).append(kind)
-    lines = [f"transformers `{usual}`, unless a row names another range.", "", "| policy | model types |", "|---|---|"]
+    lines = [f"Versions of transformers: `{usual}`, unless noted.", "", "| policy | model types |", "|---|---|"]
     for file, groups in sorted(files.items()):
         cells = sorted(f"{', '.join(dict.fromkeys(kinds))}: {about}" for about, kinds in groups.items())
         lines.append(f"| [{file}](../policies/{file}.yaml) | {'<br>'.join(cells)} |")
