@@ -24,7 +24,7 @@ _SHOWN = 12  # meshes that fall out
 
 
 @app.command(
-    short_help="Say which mesh is fastest, and whether it fits.",
+    short_help="Find the fastest mesh that fits.",
     epilog="Example: autopar plan llama --gpus 16 --sequence 4096 --global-batch 64 -o config.yaml",
 )
 def plan(
@@ -70,7 +70,7 @@ def plan(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Say which mesh to take: the five fastest that fit, with memory and time, and why other meshes do not."""
+    """Print the five fastest meshes that fit, with memory and time, and why the other meshes are not among them."""
     given = dict(locals())
     with errors(as_json):
         from autopar.config import ParallelConfig
