@@ -81,7 +81,7 @@ def test_the_policy_found_for_a_folder(folder: Path) -> None:
     assert rows["transformer.h.0-2.attn.c_proj.bias"] == "36 replicated 36"
     assert rows["transformer.h.0-2.attn.split_size"] == "36 20 | 16"
     assert lines[-7:-5] == ["tp rank 0: 28,836 parameters, 115 KB", "tp rank 1: 27,036 parameters, 108 KB"]
-    assert lines[-4:] == ["dry run: ok", "sequence parallel: ok", "context parallel: ok", "all holds"]
+    assert lines[-4:] == ["dry run: ok", "sequence parallel: ok", "context parallel: ok", "all checks pass"]
     assert not any(line != line.rstrip() for line in lines)
 
 
@@ -163,7 +163,7 @@ def test_every_head(folder: Path) -> None:
     assert {"GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"} <= heads.keys()
     assert all(report["holds"] and report["dry_run"] == "ok" for report in heads.values())
     shown = run("check", folder, "--heads").stdout
-    assert shown.count("all holds") == len(heads) and "transformer.wte.weight" not in shown
+    assert shown.count("all checks pass") == len(heads) and "transformer.wte.weight" not in shown
 
 
 def test_bytes_are_those_of_the_configs_dtype(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_mistakes_are_told_with_their_line(error: str, tmp_path: Path, folder: P
     file.write_text(POLICY.replace(old, new).replace("attributes:\nsuffix", "attributes: {}\nsuffix"))
     result = fails("check", file, "--model", folder)
     assert error in result.stderr and re.search(r"mine\.yaml:\d+: ", result.stderr)
-    assert "all holds" not in result.stdout
+    assert "all checks pass" not in result.stdout
 
 
 def test_sizes_that_do_not_fit(folder: Path) -> None:
@@ -315,7 +315,7 @@ def test_experts_that_replicas_share(mixture: Path) -> None:
     places = [f"ep rank {rank}, tp rank {rank % 2}" for rank in range(4)]
     assert [line.partition(":")[0] for line in lines if line.startswith("ep rank")] == places
     checked = run("check", mixture, "--tp", 2, "--ep", 4)
-    assert checked.exit_code == 0 and checked.stdout.splitlines()[-1] == "all holds", checked.output
+    assert checked.exit_code == 0 and checked.stdout.splitlines()[-1] == "all checks pass", checked.output
     alone = run("check", mixture, "--tp", 1, "--ep", 2)
     assert "dry run: not run: one rank holds the full model, but for experts" in alone.stdout
     whole = of(run("show", mixture, "--tp", 2, "--ep", 2, "--json"))

@@ -1,10 +1,11 @@
-"""The table of model types in docs/models.md is complete, and what pages say about their number is right.
+"""The table of model types in docs/models.md is complete, and the pages state their number correctly.
 
 UPDATE_DOCS=1 python -m pytest tests/docs/test_models.py      writes the table
 """
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 from autopar.policy.load import own_policies
@@ -23,7 +24,7 @@ HEADS = {  # ending of a class -> its task
     "ForPreTraining": "pretraining",
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "token",
-    "ForQuestionAnswering": "question answering",
+    "ForQuestionAnswering": "QA",
     "ForMultipleChoice": "choice",
     "ForImageClassification": "image",
     "ForSemanticSegmentation": "segmentation",
@@ -34,30 +35,31 @@ HEADS = {  # ending of a class -> its task
 
 
 def policy_table() -> str:
-    """The table between the markers: a row for the model types of one policy that need the same transformers."""
-    rows = set()
-    for policy in own_policies().values():
+    """Return the lines between the markers: a row for each file, with its model types, their heads and features."""
+    files: dict[str, dict[str, list[str]]] = {}
+    policies = own_policies().values()
+    usual, _ = Counter(policy.range_of(kind) for policy in policies for kind in policy.model_types).most_common(1)[0]
+    for policy in policies:
         rules = [rule for tower in policy.towers for rule in tower.blocks.values()]
         units = [unit for tower in policy.towers for unit in tower.units.values()]
-        fewer = "yes" if any(unit.replicate for unit in units) else ""
-        by_expert = "yes" if any(rule.by_expert for rule in rules) else ""
-        file = Path(policy.where.file).name
-        for versions in dict.fromkeys(map(policy.range_of, policy.model_types)):
-            types = [kind for kind in policy.model_types if policy.range_of(kind) == versions]
-            rows.add(
-                f"| {', '.join(types)} | {', '.join(tasks(types)) or 'part of a model'} | {fewer} | {by_expert} "
-                f"| {versions.removesuffix(',<6')} | [{file}](../policies/{file}) |"
-            )
-    head = "| model types | heads | fewer KV heads | by expert | transformers | policy |"
-    return "\n".join([head, "|---|---|---|---|---|---|", *sorted(rows)])
+        marks = ["kv"] * any(unit.replicate for unit in units) + ["ep"] * any(rule.by_expert for rule in rules)
+        for kind in policy.model_types:
+            notes = [*marks, *(f"`{each.removesuffix(',<6')}`" for each in [policy.range_of(kind)] if each != usual)]
+            about = ("/".join(tasks([kind])) or "part") + (f" ({', '.join(notes)})" if notes else "")
+            files.setdefault(Path(policy.where.file).stem, {}).setdefault(about, []).append(kind)
+    lines = [f"Versions of transformers: `{usual}`, unless noted.", "", "| policy | model types |", "|---|---|"]
+    for file, groups in sorted(files.items()):
+        cells = sorted(f"{', '.join(dict.fromkeys(kinds))}: {about}" for about, kinds in groups.items())
+        lines.append(f"| [{file}](../policies/{file}.yaml) | {'<br>'.join(cells)} |")
+    return "\n".join(lines)
 
 
 def tasks(types: list[str]) -> list[str]:
-    """What the task heads of these model types do."""
+    """Return the tasks of the heads of these model types."""
     kinds = [kind for kind in types if not of_type(kind).inside]
     heads = {head for kind in kinds for head in auto_heads(kind) - set(of_type(kind).without)}
-    named = {next((word for ending, word in HEADS.items() if head.endswith(ending)), "others") for head in heads}
-    return [word for word in dict.fromkeys([*HEADS.values(), "others"]) if word in named]
+    named = {next((word for ending, word in HEADS.items() if head.endswith(ending)), "other") for head in heads}
+    return [word for word in dict.fromkeys([*HEADS.values(), "other"]) if word in named]
 
 
 def test_pages_count_right() -> None:

@@ -1,22 +1,74 @@
-"""docs/planner.md: what its command prints is what is printed there.
+"""docs/planner.md: the output of its command and the table of meshes are those of the planner.
 
-UPDATE_DOCS=1 python -m pytest tests/docs/test_planner.py      writes the output into the page
+UPDATE_DOCS=1 python -m pytest --tier sweep tests/docs/test_planner.py      writes both into the page
 """
 
 import os
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
+from autopar.tools.planner.estimate import Estimator
+from autopar.tools.planner.hardware import find_node
+from autopar.tools.planner.planned_model import PlannedModel
+from autopar.tools.planner.search import Space, rehearsed, search
 from tests.docs.pages import DOCS, codes
+from tests.tiers import in_tier
 
 PAGE = DOCS / "planner.md"
+SIZES: dict[str, dict[str, Any]] = {
+    "1 B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
+    | {"vocab_size": 128256, "tie_word_embeddings": True},
+    "7 B": {},
+    "13 B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "70 B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    | {"num_key_value_heads": 8},
+}
+CARDS = [("t4", 2, "fp16"), *(("rtx4090", count, "bf16") for count in (2, 4, 8)), ("h100", 8, "bf16")]
+ROWS = ["7 B", *in_tier("sweep", ["1 B", "13 B", "70 B"])]
+
+
+def llama(size: str, *, lora: bool, dtype: torch.dtype = torch.float32) -> Any:
+    with autopar.lazy_init():
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES[size]), dtype=dtype)
+    if not lora:
+        return model
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+    )
+
+
+def cells(row: str) -> Iterator[str]:
+    """Yield the planner's answers for one row: the mesh, GB of the fullest card, tokens per second and card."""
+    plain = llama(row, lora=False)
+    for gpu, count, dtype in CARDS:
+        planned = PlannedModel(plain, None, sequence=2048, precision=dtype, optimizer="adamw", dry_run=False)
+        estimator = Estimator(planned, find_node(gpu))
+        found = search(estimator, Space(count, 8, 16), 1)
+        rehearsed(estimator, found)
+        if not found.best:
+            least = min(memory.total for _, memory in found.too_large)
+            yield f"no: needs {least / 1e9:.0f} GB"
+            continue
+        best, chosen = found.best[0], found.best[0].candidate
+        mesh = " x ".join(
+            f"{axis} {n}" for axis, n in (("tp", chosen.tp), ("pp", chosen.pp), ("dp", chosen.dp)) if n > 1
+        )
+        zero = f", ZeRO-{chosen.zero}" if chosen.zero else ""
+        again = ", recompute" if chosen.checkpointing else ""
+        speed = best.tokens_per_second / count
+        yield f"{mesh}{zero}{again}: {best.peak.total / 1e9:.0f} GB, {float(f'{speed:.2g}'):,.0f}/s"
 
 
 @pytest.mark.tier("all")
@@ -31,7 +83,7 @@ def test_the_command_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pyt
         PAGE.write_text(PAGE.read_text().replace(f"```text\n{shown.text}```", f"```text\n{result.stdout}```"))
     else:
         assert result.stdout == shown.text
-    assert autopar.ParallelConfig.parse(tmp_path / "config.yaml", 16)
+    assert autopar.ParallelConfig.parse(tmp_path / "config.yaml", 4)
 
 
 def test_the_page_lists_every_argument() -> None:
@@ -40,3 +92,14 @@ def test_the_page_lists_every_argument() -> None:
     table = "".join(line for line in PAGE.read_text().splitlines() if line.startswith("| `-"))
     named = {"--output" if name == "-o" else name for name in re.findall(r"`(--?[a-z-]+)", table)}
     assert named - {"--no-checkpointing", "--no-sequence-parallel"} == options
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("row", ROWS)
+def test_the_table(row: str) -> None:
+    line = f"| {row} | {' | '.join(cells(row))} |"
+    text = PAGE.read_text()
+    if os.environ.get("UPDATE_DOCS") == "1":
+        PAGE.write_text(re.sub(rf"^\| {re.escape(row)} \|.*$", line, text, flags=re.MULTILINE))
+    else:
+        assert line in text.splitlines()

@@ -227,7 +227,7 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_policies(tmp_path: Path) -> None:
     names = run(DOCS / "policies.md", tmp_path)
     own = nn.Sequential(nn.Linear(20, 37), nn.ReLU(), nn.Linear(37, 20))
-    own.load_state_dict(names["whole"])
+    own.load_state_dict(names["full"])
     names["Mine"]().load_state_dict(load_file("mine/model.safetensors"))
     assert names["logits"].shape == (1, 8, 131)
     layer = names["model"].transformer.h[0]

@@ -37,12 +37,12 @@ def test_tables_and_files(folder: Path, tmp_path: Path) -> None:
     first, second, *rest = result.stdout.splitlines()
     count = sum(p.numel() for p in llama(num_hidden_layers=4).parameters())
     assert first == f"LlamaForCausalLM: {count:,} parameters, policy llama"
-    assert second == "4 x h100 with 1.6 GB, 8 a node; sequence 64, global batch 8 (512 tokens a step); bf16, adamw"
-    titles = {re.split(r"\s{2,}", line.strip())[0] for line in rest[: rest.index("assumed:")]}
-    assert {"tp", "schedule", "seconds a step", "MFU", "bubble", "GB of memory"} <= titles
+    assert second == "4 x h100 with 1.6 GB, 8 per node; sequence 64, global batch 8 (512 tokens per step); bf16, adamw"
+    titles = {re.split(r"\s{2,}", line.strip())[0] for line in rest[: rest.index("assumptions:")]}
+    assert {"tp", "schedule", "seconds per step", "MFU", "bubble", "GB per GPU"} <= titles
     assert any(line.startswith("   activations ") for line in rest)
-    assert any(line.startswith("the others, of ") for line in rest)
-    assert any("products at 720 of 989 TFLOP/s" in line for line in rest)
+    assert any(line.startswith("other meshes (") for line in rest)
+    assert any("matmuls run at 720 of 989 TFLOP/s" in line for line in rest)
     read = autopar.ParallelConfig.parse(config, 4)
     assert read.precision == "bf16" and 4 % (read.tensor_parallel_size * read.pipeline_parallel_size) == 0
 
@@ -52,7 +52,7 @@ def test_the_command_at_its_end_rehearses_the_best(folder: Path, tmp_path: Path)
     config = tmp_path / "config.yaml"
     assert "autopar rehearse" not in run(folder, *SIZES).stdout
     title, command = run(folder, *SIZES, "-o", config).stdout.splitlines()[-2:]
-    assert title == "count its memory, and match what its ranks send:"
+    assert title == "to count its memory and match its collectives:"
     arguments = command.split()
     assert arguments[:3] == ["autopar", "rehearse", str(folder)] and "--config" in arguments
     rehearsed = CliRunner().invoke(app, [*arguments[1:], "--json"])
@@ -116,10 +116,8 @@ def test_nothing_fits(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     result = run(folder, *SIZES[:-1], 1.5, "-o", config)
     assert result.exit_code == 1 and not config.exists()
-    assert (
-        "candidates: more GPUs or adapters (LoRA) may" in result.stderr and f"{config} is not written" in result.stderr
-    )
-    assert "the nearest, of " in result.stdout and "the others, of" not in result.stdout
+    assert "fits: use more GPUs, or adapters (LoRA)" in result.stderr and f"{config} is not written" in result.stderr
+    assert "closest meshes (" in result.stdout and "other meshes (" not in result.stdout
     assert any("needs 1.5 GB: reserve 1.5" in line for line in result.stdout.splitlines())
 
 

@@ -204,7 +204,7 @@ def test_the_timeline_is_written(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, "--trace", str(tmp_path / "step.json")])
     assert result.exit_code == 0, result.output
     assert "backward of micro-batch 2" in (tmp_path / "step.json").read_text()
-    assert " s a step, of which ranks wait " in result.output and " holds most: " in result.output
+    assert " s per step without overlap; ranks wait for " in result.output and "peak memory: " in result.output
 
 
 def test_without_a_gpu_there_is_no_timeline(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_ranks_that_part_are_named_with_their_lines(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["trace", str(traces)])
     assert (result.exit_code, result.output.partition("\n")[2]) == (
         0,
-        "every collective and message finds its like, and all ranks come to an end\n",
+        "all collectives and messages match, and all ranks finish\n",
     )
     calls = read(traces)[0]
     assert {call.group.ranks for call in calls} == {(0, 1)}
@@ -85,7 +85,7 @@ def told(folder: Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-ENDS_WELL = "every collective and message finds its like, and all ranks come to an end\n"
+ENDS_WELL = "all collectives and messages match, and all ranks finish\n"
 
 
 def test_a_line_that_is_not_finished_is_not_read(tmp_path: Path) -> None:

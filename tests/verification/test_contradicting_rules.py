@@ -56,7 +56,7 @@ def test_the_report_names_the_line() -> None:
     assert report.culprit is not None
     first, second = str(report.culprit).splitlines()[1:3]
     assert first == (
-        "  the rule of model.layers.0.self_attn.q_proj gives a rank other units than the rules of the layers that it "
-        "computes with"
+        "  the rule of model.layers.0.self_attn.q_proj gives a rank different units than the rules of the layers it is "
+        "combined with"
     )
     assert second == "  policy dict:blocks.modules.self_attn.q_proj: model.layers.0.self_attn.q_proj: column"

@@ -20,7 +20,7 @@ from tests.pool import pooled
 from tests.small import gpt2, llama
 
 TP, PP, CP = ({f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "context"))
-COMPARED = {"random draws", "generators behind the forward", "outputs of all ranks"}
+COMPARED = {"random draws", "generator states after the forward", "outputs of all ranks"}
 
 
 def _gpt2() -> Any:

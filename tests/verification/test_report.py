@@ -88,7 +88,7 @@ def test_the_error_names_what_how_much_and_where() -> None:
     with pytest.raises(VerificationError) as raised:
         report(GOOD, *[BAD] * 12, culprit=culprit).raise_if_failed()
     lines = str(raised.value).splitlines()
-    assert lines[0] == "Model on tp 2 is not the plain model: 12 of 13 comparisons fail."
+    assert lines[0] == "Model on tp 2 differs from the reference model: 12 of 13 comparisons fail."
     assert lines[1] == (
         "  backward: worst gradient (h.0.q.weight, 3 of 9 differ) differs by 2.5e-01, allowed is 1e-04 on rank 1"
     )
@@ -104,10 +104,10 @@ def test_a_report_is_a_table_and_plain_data() -> None:
     infinite = Row("save", "merged checkpoint", False, math.inf, 0.0, "a.weight", "is missing", 0)
     text = str(report(GOOD, BAD, infinite))
     shown = ["Model: 1,234 parameters", "tp 2 x pp 1", "2.0e-07", "h.0.q.weight, 3 of 9 differ (rank 1)", "3.5 MB"]
-    shown += ["plain model", "all-reduce", "5 KB", "merged checkpoint: a.weight", "is missing", "does not hold"]
+    shown += ["reference", "all-reduce", "5 KB", "merged checkpoint: a.weight", "is missing", "some checks fail"]
     for part in shown:
         assert part in text
-    assert "all holds" in str(report(GOOD))
+    assert "all checks pass" in str(report(GOOD))
     data = json.loads(json.dumps(report(GOOD, BAD, infinite).to_dict()))
     assert data["ok"] is False and [row["difference"] for row in data["rows"]] == [2e-7, 0.25, None]
     assert data["traffic"] == [{"kind": "all-reduce", "calls": 4, "bytes": 5000}]

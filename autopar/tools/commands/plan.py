@@ -24,7 +24,7 @@ _SHOWN = 12  # meshes that fall out
 
 
 @app.command(
-    short_help="Say which mesh is fastest, and whether it fits.",
+    short_help="Find the fastest mesh that fits.",
     epilog="Example: autopar plan llama --gpus 16 --sequence 4096 --global-batch 64 -o config.yaml",
 )
 def plan(
@@ -70,7 +70,7 @@ def plan(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Say which mesh to take: the five fastest that fit, with memory and time, and why other meshes do not."""
+    """Print the five fastest meshes that fit, with memory and time, and why the other meshes are not among them."""
     given = dict(locals())
     with errors(as_json):
         from autopar.config import ParallelConfig
@@ -95,7 +95,7 @@ def plan(
         _show(estimator, space, found, as_json)
         if found.best and output is not None and not as_json:
             best, counts = found.best[0].candidate, lora is None and quantization is None  # none has adapters
-            print("count its memory, and match what its ranks send:" if counts else "match what its ranks send:")
+            print("to count its memory and match its collectives:" if counts else "to match its collectives:")
             batch = f"--batch {best.microbatch * best.microbatches} --sequence {sequence}"
             said = f"autopar rehearse {shlex.quote(model)} --gpus {gpus} --config {shlex.quote(str(output))} {batch}"
             said += f" --policy {shlex.quote(str(policy))}" * (policy is not None) + " --trust-remote-code" * trust
@@ -142,7 +142,7 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
     comments = [
         f"{type(model.inner).__name__} on {space.gpus} x {estimator.gpu.name}, sequence {model.sequence}, global batch "
         f"{space.global_batch}: data-parallel size {best.candidate.dp}",
-        f"planned: {gigabytes(best.peak.total)} GB a GPU, {best.time:.2f} s a step, {best.mfu:.0%} of the peak",
+        f"planned: {gigabytes(best.peak.total)} GB per GPU, {best.time:.2f} s per step, {best.mfu:.0%} of the peak",
     ]
     text = yaml.safe_dump(model.sections(best.candidate), sort_keys=False)
     output.write_text("".join(f"# {line}\n" for line in comments) + text, encoding="utf-8")
@@ -163,22 +163,22 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
     print(f"{type(model.inner).__name__}: {count:,} parameters{words}, policy {model.policy.name}")
     tokens = space.global_batch * model.sequence
     print(
-        f"{space.gpus} x {gpu.name} with {gigabytes(gpu.memory)} GB, {space.gpus_per_node} a node; sequence "
-        f"{model.sequence}, global batch {space.global_batch} ({tokens:,} tokens a step); {model.precision}, "
+        f"{space.gpus} x {gpu.name} with {gigabytes(gpu.memory)} GB, {space.gpus_per_node} per node; sequence "
+        f"{model.sequence}, global batch {space.global_batch} ({tokens:,} tokens per step); {model.precision}, "
         f"{model.optimizer}"
     )
     if not found.best:
-        print(f"nothing fits, of {found.tried} candidates: more GPUs or adapters (LoRA) may", file=sys.stderr)
+        print(f"none of {found.tried} candidates fits: use more GPUs, or adapters (LoRA)", file=sys.stderr)
     if found.best:
         print("\n".join(lines(_table(found, space))))
     others = list(rejected(estimator, found))
     if others:
-        print(f"the {'others' if found.best else 'nearest'}, of {found.tried} candidates:")
+        print(f"{'other' if found.best else 'closest'} meshes ({found.tried} candidates tried):")
         for line in others[:_SHOWN]:
             print(f"  {line}")
         if len(others) > _SHOWN:
             print(f"  ... and {len(others) - _SHOWN} more: --json lists all")
-    print("assumed:")
+    print("assumptions:")
     for line in assumptions(estimator):
         print(f"  {line}")
 
@@ -202,13 +202,13 @@ def _table(found: Found, space: Space) -> Table:
     row("ZeRO", (c.zero or "-" for c in chosen))
     row("recompute", (("blocks" if c.every == 1 else f"1 of {c.every}") if c.checkpointing else "-" for c in chosen))
     if any(c.saves for c in chosen):
-        row("  but", ("\n".join(c.saves) or "-" for c in chosen))
+        row("  keeps", ("\n".join(c.saves) or "-" for c in chosen))
     shown.add_section()
-    row("seconds a step", (f"{e.time:.2f}" for e in best))
+    row("seconds per step", (f"{e.time:.2f}" for e in best))
     row("  likely from", (f"{e.time_range[0]:.2f}" for e in best))
     row("  likely to", (f"{e.time_range[1]:.2f}" for e in best))
     for name, _ in best[0].parts:
-        for title, kind in ((name, "parts"), (f"{name}, hidden", "hidden")):
+        for title, kind in ((name, "parts"), (f"{name}, overlapped", "hidden")):
             seconds = [max(0.0, dict(getattr(e, kind)).get(name, 0.0)) for e in best]
             if any(seconds):
                 row(f"  {title}", (f"{spent:.2f}" for spent in seconds))
@@ -217,7 +217,7 @@ def _table(found: Found, space: Space) -> Table:
     row("  likely", (f"{e.mfu * e.time / e.time_range[1]:.0%}-{e.mfu * e.time / e.time_range[0]:.0%}" for e in best))
     row("bubble", (f"{e.bubble:.1%}" for e in best))
     shown.add_section()
-    row("GB of memory", (gigabytes(e.peak.total) for e in best))
+    row("GB per GPU", (gigabytes(e.peak.total) for e in best))
     row("  at most", (gigabytes(e.memory_range[1]) for e in best))
     for name in best[0].peak.parts():
         row(f"  {name}", (gigabytes(e.peak.parts()[name]) for e in best))

@@ -73,7 +73,7 @@ def check(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Try a policy on a model without weights: plan, shards of each rank, dry run, stages. Exit code 0 if all holds.
+    """Try a policy on a model without weights: plan, shards of each rank, dry run, stages. Exit code 0 if all pass.
 
     Without --heads it also says whether sequence and context parallelism fit, which makes no difference to the exit
     code unless --sequence-parallel and --cp ask for them.
@@ -199,7 +199,7 @@ def _in_words(report: dict[str, Any], brief: bool, places: bool) -> Iterator[str
             if report.get(name):
                 yield f"{name.replace('_', ' ')}: {' '.join(report[name].split())}"
     if "holds" in report:
-        yield "all holds" if report["holds"] else "does not hold"
+        yield "all checks pass" if report["holds"] else "some checks fail"
 
 
 def _tables(report: dict[str, Any], places: bool, staged: bool) -> Iterator[str]:

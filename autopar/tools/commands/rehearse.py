@@ -55,7 +55,7 @@ def rehearse(
 ) -> None:
     """Train a step, evaluate, save and load on some ranks of a job, without memory, and match their messages.
 
-    Exit code 0 if every collective and message finds its like and all ranks come to an end, else 1.
+    Exit code 0 if all collectives and messages match and all ranks finish, else 1.
     """
     sizes: dict[str, Any] = {"batch": batch, "sequence": sequence, "gpus_per_node": gpus_per_node}
     card = gpu or ("h100" if trace is not None else None)
@@ -82,7 +82,7 @@ def rehearse(
     if trace is not None and found.timeline is not None:
         found.write_timeline(trace)
     elif trace is not None:
-        print(f"{trace} is not written: the ranks do not come to an end", file=sys.stderr)
+        print(f"{trace} is not written: not all ranks finish", file=sys.stderr)
     print(json.dumps(_to_json(found), indent=1) if as_json else "\n".join(_in_words(found)))
     if found.problems:
         raise typer.Exit(1)
@@ -97,15 +97,15 @@ def _in_words(found: Rehearsal) -> list[str]:
     kinds = sum(call.kind == "new_group" for _, call in next(iter(found.traces.values())))
     calls = ", ".join(f"{found.calls(part)} in the {part}" for part in _PARTS)
     head = [
-        f"{found.mesh}, {found.world} ranks: {len(found.traces)} of them rehearsed in {found.seconds:.1f} s, "
-        f"{found.mebibytes:.0f} MiB a process",
-        f"{kinds} groups; calls: {calls}",
-        "a training step, of the rank that sends most:",
+        f"{found.mesh}, {found.world} ranks: rehearsed {len(found.traces)} ranks in {found.seconds:.1f} s, "
+        f"{found.mebibytes:.0f} MiB per process",
+        f"{kinds} process groups; calls: {calls}",
+        "sent in one training step by the rank that sends the most:",
         *lines(shown),
         *_counted(found),
     ]
     if not found.problems:
-        return [*head, "every collective and message finds its like, and all ranks come to an end"]
+        return [*head, "all collectives and messages match, and all ranks finish"]
     more = [f"... and {len(found.problems) - _SHOWN} more: --json lists all"] if len(found.problems) > _SHOWN else []
     return [*head, f"{len(found.problems)} problems:", *found.problems[:_SHOWN], *more]
 
@@ -117,12 +117,12 @@ def _counted(found: Rehearsal) -> Iterator[str]:
     if found.held and found.timeline is not None:
         rank, most = max(found.held.items(), key=lambda pair: pair[1].peak)
         parts = ", ".join(f"{name} {size(getattr(most, name))}" for name in ("weights", "gradients", "optimizer"))
-        yield f"rank {rank} holds most: {size(most.peak)} ({parts})"
+        yield f"peak memory: {size(most.peak)} on rank {rank} ({parts})"
         time, waits = found.timeline.time, [found.timeline.spent(rank)["wait"] for rank in found.timeline.slots]
         shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
-        yield f"{digits(time)} s a step, of which ranks wait {shares}, if nothing overlaps"
+        yield f"{digits(time)} s per step without overlap; ranks wait for {shares} of it"
         if found.hidden:
-            yield f"{digits(time - found.hidden)} s with the {digits(found.hidden)} s of replicas beside work"
+            yield f"{digits(time - found.hidden)} s per step if {digits(found.hidden)} s of dp traffic overlap"
 
 
 def _to_json(found: Rehearsal) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _to_json(found: Rehearsal) -> dict[str, Any]:
 def trace(folder: Annotated[Path, typer.Argument(help="Of AUTOPAR_TRACE.")], as_json: Json = False) -> None:
     """Match the collectives that the ranks of a job have noted with AUTOPAR_TRACE=FOLDER, and say where each rank is.
 
-    Exit code 0 if they match and all ranks came to an end together, else 1.
+    Exit code 0 if they match and all ranks finished, else 1.
     """
     with errors(as_json):
         from autopar.errors import ConfigError
@@ -188,6 +188,6 @@ def _told(
         ranks = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
         head.append(f"no trace of rank {ranks}: only the other ranks are compared")
     if not problems and not waiting:
-        return [*head, "every collective and message finds its like, and all ranks come to an end"]
+        return [*head, "all collectives and messages match, and all ranks finish"]
     last = [f"rank {rank} ends with {calls[-1]}\n    {calls[-1].where}" for rank, calls in traces.items() if calls]
     return [*head, *ends[:_SHOWN], *problems[:_SHOWN], *(waiting or last)[: 2 * _SHOWN]]

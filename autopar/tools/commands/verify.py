@@ -59,14 +59,14 @@ def verify(
     """Prove that parallelism does not change a model: outputs, gradients, a step, tokens, checkpoints.
 
     It starts tp x pp x dp x cp processes on this machine, and as many replicas as share experts.
-    Exit code 0 if all of it holds, else 1.
+    Exit code 0 if all checks pass, else 1.
     """
     with errors(as_json):
         sections = sections_of(config, tp, pp, cp, ep, sp)
         if tp * pp * dp * cp * ep == 1 and config is None:
             from autopar.errors import ConfigError
 
-            raise ConfigError("one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them")
+            raise ConfigError("one process is the reference model: add --tp 2, --pp 2, --dp 2 or --cp 2")
         from autopar.tools.commands.models import named_object
         from autopar.tools.verification.verify import checks_of, verify as compare
 

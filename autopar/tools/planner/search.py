@@ -241,12 +241,12 @@ def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
     for candidate, least in found.slower:
         if found.best and _mesh(candidate) not in shown:
             shown.add(_mesh(candidate))
-            yield f"{candidate}: fits, at least {least / found.best[0].time:.2f} times as long"
+            yield f"{candidate}: fits, takes at least {least / found.best[0].time:.2f} times as long"
     for candidate, memory in sorted(found.too_large, key=lambda each: each[1].total):
         key, left, moved, seconds = on_host(candidate, memory)
         lever = (
             f"; fits with zero.{key}: {gigabytes(left.total)} GB, {gigabytes(moved)} GB in the CPU's memory, and "
-            f"about {seconds:.1f} s more a step"
+            f"about {seconds:.1f} s more per step"
         )
         fits = not found.best and left.total <= estimator.gpu.memory
         yield f"{candidate}: {needs(memory)}{lever if fits else ''}"
@@ -281,20 +281,20 @@ def assumptions(estimator: Estimator) -> list[str]:
     """Return the assumptions of the estimated time, and the parts left out of the memory."""
     gpu, model, network, held = estimator.gpu, estimator.model, estimator.node.network, DATA["assumed"]
     fast = gpu.peak(model.precision) * gpu.products * held["products"] / 1e12
-    extra = f", and {network.latency * 1e6:g} us more a hop" if network.latency else ""
+    extra = f", and {network.latency * 1e6:g} us more per hop" if network.latency else ""
     return [
-        f"{gpu.name}: products at {fast:.0f} of {gpu.peak(model.precision) / 1e12:.0f} TFLOP/s and less if they are "
-        f"small, their operands and other operations at {held['stream']:.0%} of {gpu.bandwidth / 1e12:.2f} TB/s, none "
-        f"below {held['launch']} us",
-        f"network: NCCL's own model with {network.intra / 1e9:g} GB/s of {'NVLink' if network.nvlink else 'PCIe'} "
-        f"within a node and {network.inter / 1e9:g} GB/s a GPU between nodes, one way{extra}; each doubling of the "
-        f"nodes costs {held['fabric_loss']:.0%}",
-        f"overlap: {held['overlap']:.0%} of what FSDP2 sends is hidden behind work, through stages in ZeRO-3 only, and "
-        "of the average of gradients behind the last backward; tp, cp, ep and the optimizer overlap with nothing",
-        "backward: products twice, attention 2.5 times, the rest 1.5 times as long as forward",
-        f"memory: {model.optimizer} given to initialize, steps through execute_pipeline; "
-        "work is the largest of any block; no fragmentation",
-        "routes of experts are even; text alone reaches a model that also takes images or sound",
+        f"{gpu.name}: large matmuls run at {fast:.0f} of {gpu.peak(model.precision) / 1e12:.0f} TFLOP/s, memory "
+        f"traffic at {held['stream']:.0%} of {gpu.bandwidth / 1e12:.2f} TB/s; each operation takes at least "
+        f"{held['launch']} us",
+        f"network: NCCL's cost model with {network.intra / 1e9:g} GB/s of {'NVLink' if network.nvlink else 'PCIe'} "
+        f"within a node and {network.inter / 1e9:g} GB/s per GPU between nodes, one way{extra}; minus "
+        f"{held['fabric_loss']:.0%} each time the number of nodes doubles",
+        f"overlap: {held['overlap']:.0%} of FSDP2's traffic (with stages only in ZeRO-3) and of the gradient averaging "
+        "in the last backward; none of the tp, cp, ep and optimizer traffic",
+        "backward: matmuls take 2 times, attention 2.5 times, other operations 1.5 times their forward time",
+        f"memory: {model.optimizer} is passed to initialize and steps run through execute_pipeline; work is the "
+        "largest of any block; no fragmentation",
+        "tokens reach all experts evenly; a multimodal model gets text only",
     ]
 
 

@@ -508,7 +508,7 @@ def _of_stages(session: Session) -> list[Row]:
         return [Row("dropout", "random draws", None, note="the model has no dropout")]
     pairs = same_floats(expected, outputs)
     found = [Named(name, measure(theirs, own)) for name, own, theirs in pairs if theirs is not None]
-    row = worst_row("dropout", "outputs, with the plain model's draws", found, session.tolerance, show=False)
+    row = worst_row("dropout", "outputs, with the same random draws", found, session.tolerance, show=False)
     others = "a stage draws other numbers than the plain model, or in another order"
     return [row if row.holds is not False or row.note else replace(row, note=others)]
 
@@ -530,7 +530,7 @@ def _of_ranks(session: Session) -> list[Row]:
     note = f"{module or 'the model'} {wrong}" if wrong else f"{len(plain)} draws"
     return [
         Row("dropout", "random draws", not wrong, name=module, note=note),
-        _row_alike("generators behind the forward", {(at.pp, state) for at, _, state, _ in everyone}),
+        _row_alike("generator states after the forward", {(at.pp, state) for at, _, state, _ in everyone}),
         _row_alike("outputs of all ranks", {(at.pp, text) for at, _, _, text in everyone}),
     ]
 

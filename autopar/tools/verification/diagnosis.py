@@ -220,7 +220,7 @@ def _with_contradicting(culprit: Culprit, layers: Sequence[str], plan: Plan) -> 
         return culprit
     rules = tuple(_lines_of(plan, shown[: 1 + _FOLLOWING], ""))
     contradiction = (
-        f"the rule of {shown[0]} gives a rank other units than the rules of the layers that it computes with"
+        f"the rule of {shown[0]} gives a rank different units than the rules of the layers it is combined with"
         if len(shown) == 1
         else f"the rules of {listed(shown)} give a rank different units, although these layers compute together"
     )
@@ -303,7 +303,7 @@ def _recorded_step(session: Session) -> tuple[Recording, Recording]:
     return plain, mine
 
 
-_NOTHING = "no line of the policy: the module has no rule"
+_NOTHING = "the policy has no rule for the module"
 _FOLLOWING = 3  # further modules that are listed
 
 
@@ -314,17 +314,16 @@ def _culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
     again = f", call {event.call + 1}" if event.call else ""
     shown = event.path or "the model"
     if not event.path and event.name == "loss":
-        return Culprit("", f"the loss differs{size}, of logits that are right", ())
-    argument = f"argument {event.name}" if event.name.isdigit() else event.name or "its argument"
-    makes_it = f"the code of {module or 'the model'} makes it"
+        return Culprit("", f"the loss differs{size}, but the logits are correct", ())
+    argument = f"argument {event.name} of" if event.name else "an argument of"
     text = {
-        "input": f"what {shown} is given ({argument}) differs{size}{again}: {makes_it}",
+        "input": f"{argument} {shown}, computed by {module or 'the model'}, differs{size}{again}",
         "output": f"the output of {shown} differs{size}{again}",
         "gradient": f"the gradient of the output of {shown} differs{size}{again}",
         "parameter": f"the gradient of {event.name} differs{size}",
     }[event.kind]
     if event.kind == "gradient" and event.readers == (event.path,):
-        text = f"the gradient of what {shown} is given differs{size}{again}"
+        text = f"the gradient of the input of {shown} differs{size}{again}"
     elif event.kind == "gradient" and event.readers:
         text += f": {', '.join(event.readers[:4])} read{'s' if len(event.readers) == 1 else ''} it"
     modules = tuple(dict.fromkeys((module, event.path, *event.readers, *reversed(found.since))))

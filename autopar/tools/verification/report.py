@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _LINES = 10  # of an error
-_VERDICTS = {True: "[green]holds[/]", False: "[red]differs[/]", None: "left out"}
+_VERDICTS = {True: "[green]passes[/]", False: "[red]differs[/]", None: "skipped"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ class Report:
             return self
         failed = [row for row in self.rows if row.holds is False]
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one rank"
-        text = [f"{self.model} on {mesh} is not the plain model: {len(failed)} of {len(self.rows)} comparisons fail."]
+        fail = f"{len(failed)} of {len(self.rows)} comparisons fail."
+        text = [f"{self.model} on {mesh} differs from the reference model: {fail}"]
         blamed = str(self.culprit).splitlines() if self.culprit else []
         room = _LINES - 2 - len(blamed)
         text += [f"  {clip(str(row), 240)}" for row in failed[:room]]
@@ -171,23 +172,23 @@ class Report:
         yield self._comparisons()
         if self.memory and self.plain_memory is not None:
             held = table("memory", "weights", "gradients", "optimizer")
-            for name, one in [*((f"rank {one.rank}", one) for one in self.memory), ("plain model", self.plain_memory)]:
+            for name, one in [*((f"rank {one.rank}", one) for one in self.memory), ("reference", self.plain_memory)]:
                 held.add_row(name, size(one.weights), size(one.gradients), size(one.optimizer))
             yield held
         if self.traffic:
-            sent = table("sent in a step by rank 0", "calls", "of together")
+            sent = table("sent by rank 0 in one step", "calls", "bytes")
             for each in self.traffic:
                 sent.add_row(each.kind, str(each.calls), size(each.bytes))
             yield sent
         if self.culprit is not None:
             yield f"[red]{escape(str(self.culprit))}[/]"
-        yield "[green]all holds[/]" if self.ok else "[red]does not hold[/]"
+        yield "[green]all checks pass[/]" if self.ok else "[red]some checks fail[/]"
 
     def _comparisons(self) -> Table:
         from rich.markup import escape
         from rich.table import Column
 
-        rows = table("check", Column("compared with the plain model", overflow="fold"), "difference", "allowed", "")
+        rows = table("check", Column("compared with the reference model", overflow="fold"), "difference", "allowed", "")
         for row in self.rows:
             number = row.difference is not None and math.isfinite(row.difference)
             difference = f"{row.difference:.1e}" if row.difference and number else "equal" if number else "-"
