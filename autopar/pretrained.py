@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from autopar import registry
 from autopar.api import initialize
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.staging import MANIFEST
 from autopar.compat.transformers import from_config
 from autopar.config import ParallelConfig
@@ -181,7 +181,7 @@ def _from_shards(
     model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any], trained: bool
 ) -> PreTrainedModel:
     """Build a lazy model whose values are in the shards of a checkpoint of ours; ``trained``: with an optimizer."""
-    shards = Shards(folder)
+    shards = ShardReader(folder)
     if count := len(shards.manifest.base.forms):
         raise ConfigError(
             f"{folder} holds {count} quantized weights in shards, or adapters of them: load such a base, and call "

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.optimizer_state import alike
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.state import State
 from autopar.compat.tensors import PLAIN, local_part
 from autopar.distributed.digest import sum_of_bits
@@ -223,7 +223,9 @@ def saved_shards(manifest: Manifest, plan: Plan) -> dict[str, str]:
     return found
 
 
-def fill_shards(value: Any, shards: Shards, model: nn.Module, state: State, local: Mapping[str, torch.Tensor]) -> None:
+def fill_shards(
+    value: Any, shards: ShardReader, model: nn.Module, state: State, local: Mapping[str, torch.Tensor]
+) -> None:
     """Read this rank's shards into the dictionaries of ``value`` that were left empty for them."""
     names: dict[str, str] = {}  # a tied weight has the name that named_parameters gives it
     for name in model.state_dict(keep_vars=True):

@@ -132,7 +132,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartFiles:
     """The tensors of one part and their files.
 
     Attributes:
@@ -169,7 +169,7 @@ class Part:
         }
 
     @classmethod
-    def from_json(cls, name: str, data: Mapping[str, Any]) -> Part:
+    def from_json(cls, name: str, data: Mapping[str, Any]) -> PartFiles:
         """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
         tensors = {str(key): TensorPlan.from_json(str(key), entry) for key, entry in data["tensors"].items()}
         files = {str(key): FileRecord.from_json(entry) for key, entry in data["files"].items()}
@@ -260,7 +260,7 @@ class Manifest:
     model_type: str
     policy: str
     hf_prefix: str
-    parts: Mapping[str, Part]
+    parts: Mapping[str, PartFiles]
     parameters: frozenset[str]
     tp: int
     along: Mapping[str, str] = field(default_factory=dict)
@@ -336,7 +336,7 @@ class Manifest:
             raise ValueError(f"the mesh {(tp, pp, dp)} is impossible")
         if shards % tp or dp % (shards // tp):
             raise ValueError(f"expert_parallel_size {shards} does not fit tensor_parallel_size {tp} and {dp} replicas")
-        parts = {str(name): Part.from_json(str(name), entry) for name, entry in data["parts"].items()}
+        parts = {str(name): PartFiles.from_json(str(name), entry) for name, entry in data["parts"].items()}
         manifest = cls(
             **{name: kind(data[name]) for name, kind in _PLAIN.items()},
             sizes=MeshSizes(shards, pp, dp * tp // shards),

@@ -16,7 +16,7 @@ from autopar.checkpoint.arguments import absolute, check_same_call, seconds
 from autopar.checkpoint.extra import fill_shards, saved_shards
 from autopar.checkpoint.format import WEIGHTS
 from autopar.checkpoint.optimizer_state import Targets, TrainingWeights, master_weights, prepare
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
 from autopar.distributed.agree import all_ranks, barrier
@@ -82,7 +82,7 @@ class Loader:
         self.training = training
         used = {"optimizer": "optimizer" in training, "extra": training.keys() & {"lr_scheduler", "extra"}}
         self.parts = [*WEIGHTS, *(part for part, wanted in used.items() if wanted)]
-        self.shards = Shards(folder, self.parts)
+        self.shards = ShardReader(folder, self.parts)
         self.targets: Targets = {}
         self.finish: Callable[[], None] = lambda: None
         self.random: Any = None  # states from which this rank continues
@@ -151,7 +151,7 @@ class Loader:
             mpu.random_tracker = random_states.restore(self.random, mpu.random_tracker)
 
 
-def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_model(shards: ShardReader, state: State, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly the model's tensors, whole shapes and kinds."""
     manifest, folder, plan = shards.manifest, shards.folder, state.plan
     saved = manifest.tensors

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, Part, parse_size, shard_name, versions
-from autopar.checkpoint.shards import Shards, write_shard
+from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, PartFiles, parse_size, shard_name, versions
+from autopar.checkpoint.shards import ShardReader, write_shard
 from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype, progress_bar
 from autopar.distributed.axis import MeshSizes
 from autopar.errors import CheckpointError
@@ -77,7 +77,7 @@ def merge_checkpoint(
     """
     check_format(format)
     size, chosen, folder = parse_size(max_shard_size), parse_dtype(dtype), Path(source)
-    with Shards(folder) as shards:
+    with ShardReader(folder) as shards:
         manifest = shards.manifest
         if manifest.base.forms and "base" not in manifest.parts:
             raise CheckpointError(
@@ -117,7 +117,7 @@ class _Saved(NamedTuple):
 
 
 def write_merged(
-    shards: Shards,
+    shards: ShardReader,
     folder: Path,
     max_shard_size: int,
     format: str,
@@ -163,7 +163,7 @@ def write_merged(
     return files
 
 
-def _saved_tensors(shards: Shards, dtype: torch.dtype | None) -> tuple[dict[str, _Saved], dict[str, _Saved]]:
+def _saved_tensors(shards: ShardReader, dtype: torch.dtype | None) -> tuple[dict[str, _Saved], dict[str, _Saved]]:
     """Return the tensors of a merged checkpoint by their names there, and those of modules around the model."""
     tensors = shards.manifest.tensors
     saved: dict[str, _Saved] = {}
@@ -273,7 +273,7 @@ def reshard_checkpoint(
     """
     check_sizes(tp, pp)
     folder = Path(source)
-    with Shards(folder, PARTS) as shards:
+    with ShardReader(folder, PARTS) as shards:
         shards.verify_along()
         old = shards.manifest
         parts = {name: part for name, part in old.parts.items() if optimizer or name != "optimizer"}
@@ -285,7 +285,7 @@ def reshard_checkpoint(
         shards.verify_share(parts)
         stages = stages_by_size(bytes_of["model"], pp)
         total = sum(sum(sizes.values()) for sizes in bytes_of.values())
-        written: dict[str, Part] = {}
+        written: dict[str, PartFiles] = {}
         with (
             output_folder("reshard", folder, destination, force) as staging,
             progress_bar("resharding", total, progress) as bar,
@@ -323,7 +323,7 @@ def write_part(
     mesh: tuple[int, int],
     stages: Mapping[str, int],
     bar: Any,
-) -> Part:
+) -> PartFiles:
     """Write all shard files of a part for the mesh ``(tp, pp)``, one shard at a time.
 
     Tensors are converted to the dtypes of ``plans``; ``stages`` names the stage of each.
@@ -343,7 +343,7 @@ def write_part(
         if specs or part != "extra":  # most have one file
             record = write_shard(staging.temp, staging.id, part, (t, p, 0), specs, shard)
             files[shard_name(part, t, p)] = record
-    return Part(part, plans, files)
+    return PartFiles(part, plans, files)
 
 
 def write_manifest(

@@ -22,7 +22,7 @@ from autopar import registry
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, seconds
 from autopar.checkpoint.extra import Extra, check_extra, check_replicas
-from autopar.checkpoint.format import PARTS, FileRecord, Manifest, Part, QuantizedBase, shard_name, versions
+from autopar.checkpoint.format import PARTS, FileRecord, Manifest, PartFiles, QuantizedBase, shard_name, versions
 from autopar.checkpoint.offline import write_merged
 from autopar.checkpoint.optimizer_state import (
     LOSS_SCALE,
@@ -34,7 +34,7 @@ from autopar.checkpoint.optimizer_state import (
     take,
 )
 from autopar.checkpoint.rotation import next_order, rotate
-from autopar.checkpoint.shards import Shards, write_shard
+from autopar.checkpoint.shards import ShardReader, write_shard
 from autopar.checkpoint.staging import Staging, fsync, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
 from autopar.compat.c10d import in_fake_world
@@ -255,7 +255,7 @@ class Writer:
         forms = {name: tensor.quantized for name, tensor in self.state.quantized.items()}
         replace(manifest, order=order, base=QuantizedBase(self.base_name, forms, notes)).write(folder)
         if self.request.merge_checkpoints:
-            with Shards(folder) as shards:
+            with ShardReader(folder) as shards:
                 write_merged(shards, temp, self.request.max_shard_size, self.request.format, progress=False)
             shutil.rmtree(folder)
         fsync_files(temp)
@@ -276,7 +276,7 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
             record = FileRecord.from_json(entry)
             files.setdefault(part, {})[shard_name(part, record.tp, record.pp, record.dp)] = record
     model = {name: replace(tensor, dtype=dtypes.get(name, tensor.dtype)) for name, tensor in state.plan.tensors.items()}
-    parts = {"model": Part("model", model, files["model"])}
+    parts = {"model": PartFiles("model", model, files["model"])}
     training = dict(reports[0]["training"])
     for part in ("base", "optimizer", "extra"):
         plans: dict[str, TensorPlan] = {}
@@ -286,7 +286,7 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
                 raise CheckpointError(f"the {part}'s {name} differs between ranks in shape or dtype")
         if part not in files and not plans:
             continue
-        parts[part] = Part(part, dict(sorted(plans.items())), files.get(part, {}))  # without files: all are empty
+        parts[part] = PartFiles(part, dict(sorted(plans.items())), files.get(part, {}))  # without files: all are empty
         if part == "optimizer":
             training[part] = merge_metadata([report["optimizer"] for report in reports])
             OptimizerMetadata.parse(training[part]).check_names(plans)  # nothing is saved that could not be loaded

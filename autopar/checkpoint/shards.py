@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, Part, shard_name
+from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, PartFiles, shard_name
 from autopar.checkpoint.staging import MANIFEST, progress_bar
 from autopar.errors import CheckpointError
 from autopar.layout import Layout, Range, replica_rows
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
 
 
-class Shards(Closing):
+class ShardReader(Closing):
     """The shard files of one checkpoint, opened when they are first needed; a context manager.
 
     Args:
@@ -61,13 +61,13 @@ class Shards(Closing):
             if (folder / name).stat().st_size != record.bytes:
                 self._open(part, name)
 
-    def _open(self, part: Part, name: str) -> SafetensorsReader:
+    def _open(self, part: PartFiles, name: str) -> SafetensorsReader:
         with self._lock:
             if name not in self._readers:
                 self._readers[name] = self._opened(part, name)
             return self._readers[name]
 
-    def _opened(self, part: Part, name: str) -> SafetensorsReader:
+    def _opened(self, part: PartFiles, name: str) -> SafetensorsReader:
         path, record, save_id = self.folder / name, part.files[name], self.manifest.save_id
         actual = path.stat().st_size if path.is_file() else 0
         truncated = f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {record.bytes}"
@@ -100,14 +100,14 @@ class Shards(Closing):
             raise CheckpointError(wrong)
         return reader
 
-    def stored(self, parts: Iterable[str]) -> Iterator[tuple[int, str, str, Part]]:
+    def stored(self, parts: Iterable[str]) -> Iterator[tuple[int, str, str, PartFiles]]:
         """Yield bytes, file, tensor and part of all that the files of some parts hold."""
         for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts):
             for file, record in part.files.items():
                 for name in record.checksums:
                     yield nbytes(dtype_of(part.tensors[name].dtype), record.shape(part.tensors[name])), file, name, part
 
-    def verify(self, part: Part, file: str, name: str) -> None:
+    def verify(self, part: PartFiles, file: str, name: str) -> None:
         """Raise CheckpointError if the bytes of a tensor in a file differ from those that were saved."""
         self._open(part, file).verify(name, part.files[file].checksums[name])
 
@@ -237,7 +237,7 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
             return False
         return True
 
-    with Shards(folder, ()) as shards:
+    with ShardReader(folder, ()) as shards:
         manifest = shards.manifest
         known = manifest.files
         present = dict.fromkeys(name for name in known if (folder / name).is_file())

@@ -20,7 +20,7 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
 from autopar import registry
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.staging import MANIFEST
 from autopar.compat.tensors import own_buffers, own_parameters, version_of
 from autopar.compat.transformers import INITIALIZED, dtype_plan
@@ -165,7 +165,7 @@ def _untied(model: Any, target: str, source: str) -> None:
     model.all_tied_weights_keys.pop(target)
 
 
-def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -> None:
+def point_to(model: PreTrainedModel, shards: ShardReader, dtype: str | torch.dtype) -> None:
     """Set every parameter's source to its shards, and read the buffers.
 
     With ``dtype`` "auto" each tensor has that of the shards; else the model's, except for those that transformers keeps
@@ -207,7 +207,9 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
         )
 
 
-def _check_fit(model: PreTrainedModel, shards: Shards, expected: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+def _check_fit(
+    model: PreTrainedModel, shards: ShardReader, expected: Mapping[str, Any], saved: Mapping[str, str]
+) -> None:
     info = {"missing_keys": set(expected) - set(saved), "unexpected_keys": set(saved) - set(expected)}
     if info["missing_keys"] or info["unexpected_keys"]:
         raise CheckpointError(
@@ -225,7 +227,7 @@ def _other_shapes(path: object, model: Any, wrong: Sequence[tuple[str, Any, Any]
     return f"{path}: {len(wrong)} tensors do not have the shapes of {type(model).__name__}{''.join(lines)}"
 
 
-def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
+def _untie(model: Any, shards: ShardReader, saved: Mapping[str, str]) -> None:
     """Give weights that the model ties, but that have different values in the shards, a parameter each."""
     groups: dict[int, dict[str, nn.Parameter]] = {}  # of each parameter: tensor in the shards -> what holds it
     for full, parameter in list(model.named_parameters(remove_duplicate=False)):

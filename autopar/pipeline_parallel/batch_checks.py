@@ -126,7 +126,7 @@ _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 Batch = TypeVar("Batch")
 
 
-class Report(NamedTuple):
+class BatchReport(NamedTuple):
     """Facts that a rank sends to the other ranks before a pass; empty ones are not compared.
 
     Attributes:
@@ -143,7 +143,7 @@ class Report(NamedTuple):
 
 def read_batch(
     read: Callable[[], Batch],
-    describe: Callable[[Batch], Report],
+    describe: Callable[[Batch], BatchReport],
     p2p: P2P,
     mpu: MPU,
     count: Callable[[Batch], float] | None,
@@ -201,7 +201,7 @@ def compare_call(
     """
     named = given_by_name(module, args, kwargs)
     integers = {n: x for n, x in named if isinstance(x, torch.Tensor) and not x.is_floating_point()}
-    said = p2p.exchange(Report(digest_of(integers), cache=compared), REPORT)
+    said = p2p.exchange(BatchReport(digest_of(integers), cache=compared), REPORT)
     given = set.intersection(*(set(report.batch) for report in said.values()))
     with p2p.raised_by_all():
         if len({report.cache for report in said.values()}) > 1:
@@ -211,7 +211,9 @@ def compare_call(
                 f"{_listed({rank: states[report.cache] for rank, report in said.items()})}\n  Each rank keeps its own "
                 "cache over all calls of a sequence: give every rank the cache of its last call, or a new one."
             )
-        _compare({rank: Report({n: x for n, x in report.batch.items() if n in given}) for rank, report in said.items()})
+        _compare(
+            {rank: BatchReport({n: x for n, x in report.batch.items() if n in given}) for rank, report in said.items()}
+        )
 
 
 def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float]:
@@ -234,7 +236,7 @@ def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float
     return counts
 
 
-def _compare(said: Mapping[int, Report]) -> None:
+def _compare(said: Mapping[int, BatchReport]) -> None:
     """Compare the reports of all ranks, with the same verdict on each."""
     steps = {rank: report.steps for rank, report in said.items() if report.steps is not None}
     for pair in pairwise(steps.items()):

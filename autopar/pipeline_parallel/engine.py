@@ -28,7 +28,7 @@ from autopar.compat.tensors import forward_class
 from autopar.distributed.autograd_functions import record
 from autopar.distributed.rng import base_seed
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.batch_checks import Report, StepCount, digest_of
+from autopar.pipeline_parallel.batch_checks import BatchReport, StepCount, digest_of
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action
@@ -295,17 +295,17 @@ class Engine:
                 )
             self.p2p.end_actions()
 
-    def report(self, batch: Any, microbatches: int, *, backward: bool) -> Report:
+    def report(self, batch: Any, microbatches: int, *, backward: bool) -> BatchReport:
         """Return the facts that all stages compare before a pass; hash the first batch of each mode in full."""
         if self.steps is None:
-            return Report({})
+            return BatchReport({})
         digests = digest_of(batch, full=not self._passes[backward])
         if digests:
             digests["number of micro-batches"] = str(microbatches)
         number = self._passes.total()
         self._passes[backward] += 1
         copies = self.tied.digests() if number < _FIRST or number % _EVERY == 0 else {}
-        return Report(digests, self.steps.begin_pass(microbatches * backward), copies)
+        return BatchReport(digests, self.steps.begin_pass(microbatches * backward), copies)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 

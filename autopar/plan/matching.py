@@ -26,7 +26,7 @@ from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.units import UnitTable
 from autopar.policy.match import base_of, config_of, find_policy
-from autopar.policy.schema import BY_EXPERT, Input, Part, Policy, Ratio, Rule, UnitSpec
+from autopar.policy.schema import BY_EXPERT, Input, Policy, Ratio, Rule, UnitRun, UnitSpec
 from autopar.policy.yaml_reader import Where
 from autopar.stored import block_of
 
@@ -80,7 +80,7 @@ class RuleMatch:
         """Return the value of an expression of the rule."""
         return self.scope.table.number(expression, self.scope.block, self.shown, self.rule.where)
 
-    def layout(self, parts: Sequence[Part], dim: int, elements: int, shown: str = "") -> Layout:
+    def layout(self, parts: Sequence[UnitRun], dim: int, elements: int, shown: str = "") -> Layout:
         """Return the layout of ``parts`` along a dim of ``elements``, of this module or of a part that is ``shown``."""
         try:
             return self.scope.table.layout(parts, dim, elements, shown or self.shown, self.rule.where, self.scope.block)

@@ -15,13 +15,13 @@ from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
-from autopar.policy.schema import BY_EXPERT, HIDDEN, Part
+from autopar.policy.schema import BY_EXPERT, HIDDEN, UnitRun
 from autopar.stored import StandIn
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Part of a plan: a module, and each tensor that a rule decides on with its layout (None: replicated).
+    """A module of a plan, and each tensor that a rule decides on with its layout (None: replicated).
 
     Attributes:
         attributes: Sizes of an addition to the model on each rank.
@@ -106,7 +106,7 @@ def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
     """``sharded`` and ``norm_over``: each parameter of the module along one dim."""
     module, rule = match.module, match.rule
     assert isinstance(module, nn.Module)
-    groups = None if rule.within is None else _features((Part(rule.within),), match)
+    groups = None if rule.within is None else _features((UnitRun(rule.within),), match)
     for inside, holder in module.named_modules():
         if rule.kind == "sharded" and isinstance(holder, nn.LayerNorm | nn.RMSNorm):
             shown = join(match.shown, inside)
@@ -130,7 +130,7 @@ def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
             )
 
 
-def _features(parts: tuple[Part, ...], match: RuleMatch) -> Layout:
+def _features(parts: tuple[UnitRun, ...], match: RuleMatch) -> Layout:
     """Return the layout of parts that no parameter shows: their widths are 1 or stated."""
     elements = 0
     for part in parts:
@@ -162,7 +162,7 @@ def _bare(match: RuleMatch) -> TensorRule:
     return TensorRule(None, [("", tensor, None)])
 
 
-def _repeated_parts(match: RuleMatch) -> tuple[Part, ...]:
+def _repeated_parts(match: RuleMatch) -> tuple[UnitRun, ...]:
     rule = match.rule
     if rule.repeat is None:
         return rule.parts

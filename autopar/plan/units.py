@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.errors import ConfigError, PolicyError, nearest
 from autopar.layout import Block, Layout, UnitRanges, aligned_shards, even_shards, replicated_shards
-from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec
+from autopar.policy.schema import HIDDEN, INFERRED, UnitRun, UnitSpec
 from autopar.policy.yaml_reader import Where
 
 
@@ -139,7 +139,7 @@ class UnitTable:
         return ranges
 
     def layout(
-        self, parts: Sequence[Part], dim: int, elements: int, what: str, where: Where, block: nn.Module | None = None
+        self, parts: Sequence[UnitRun], dim: int, elements: int, what: str, where: Where, block: nn.Module | None = None
     ) -> Layout:
         """Return the layout of ``parts`` side by side along a dim of ``elements``; widths not given are inferred.
 

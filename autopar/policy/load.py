@@ -32,11 +32,11 @@ from autopar.policy.schema import (
     LOSSES,
     SUPPORTED,
     Input,
-    Part,
     Policy,
     Ratio,
     Rule,
     Tower,
+    UnitRun,
     UnitSpec,
 )
 from autopar.policy.yaml_reader import Node, Where, plain, plain_tree
@@ -216,7 +216,7 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
         kinds = ["row"]
     if not kinds and set(content) == {BY_EXPERT}:
         unit = _parse_unit(content[BY_EXPERT], BY_EXPERT, units)
-        return Rule(BY_EXPERT, node.where, (Part(unit),), by_expert=unit)
+        return Rule(BY_EXPERT, node.where, (UnitRun(unit),), by_expert=unit)
     if len(kinds) != 1:
         raise PolicyError(f"the rule of {path} must name exactly one of {', '.join(KINDS)}", node.where)
     kind = kinds[0]
@@ -237,7 +237,7 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
     return Rule(kind, node.where, parts, **facts)
 
 
-def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[Part, ...]:
+def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[UnitRun, ...]:
     parts = []
     for entry in node.value if isinstance(node.value, list) else [node]:
         unit, star, width = (piece.strip() for piece in _text(entry, what).partition("*"))
@@ -245,7 +245,7 @@ def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[
             raise PolicyError(_undefined(unit, units), entry.where)
         if star and not width:
             raise PolicyError(f"'{entry.value}' has no width after '*'", entry.where)
-        parts.append(Part(unit, width or None))
+        parts.append(UnitRun(unit, width or None))
     if not parts:
         raise PolicyError(f"'{what}' lists no unit", node.where)
     return tuple(parts)

@@ -51,7 +51,7 @@ class UnitSpec:
     align: int = 1
 
 
-class Part(NamedTuple):
+class UnitRun(NamedTuple):
     """One run of units along a dim: the unit, and its width (None: an equal share of the remaining elements)."""
 
     unit: str
@@ -71,7 +71,7 @@ class Rule:
 
     kind: str
     where: Where
-    parts: tuple[Part, ...] = ()
+    parts: tuple[UnitRun, ...] = ()
     dim: int | None = None
     gather_output: bool = False
     split_input: bool = False
@@ -94,7 +94,7 @@ class Rule:
 class Ratio(NamedTuple):
     """The value of a scaled attribute: the features of ``parts`` that the rank holds, or a quotient of two units."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[UnitRun, ...]
     per: str | None
     where: Where
 

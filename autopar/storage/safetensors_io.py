@@ -66,7 +66,7 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and the shape of a tensor."""
 
 
-class Entry(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where one tensor lies: ``[start, stop)`` in bytes from the beginning of the file."""
 
     dtype: torch.dtype
@@ -163,7 +163,7 @@ class SafetensorsReader(Closing):
             said = f"its header lacks or does not know {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"{path} is no whole safetensors file: {said}") from error
 
-    def _read_header(self) -> tuple[dict[str, str], dict[str, Entry]]:
+    def _read_header(self) -> tuple[dict[str, str], dict[str, TensorLocation]]:
         if (size := self._file.size()) < 8:
             raise ValueError(f"it has {size} bytes, its header alone should have more than 8")
         start = bytearray(8)
@@ -179,7 +179,7 @@ class SafetensorsReader(Closing):
         if not isinstance(header, dict):
             raise ValueError("its header is no mapping")
         metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorLocation] = {}
         for name, entry in header.items():
             dtype, shape = _CODES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
             first, last = (int(offset) for offset in entry["data_offsets"])
@@ -187,7 +187,7 @@ class SafetensorsReader(Closing):
                 raise ValueError(f"the sizes of {name} in its header contradict each other")
             if begin + last > size:
                 raise ValueError(f"it ends before {name}: it has {size} bytes, {name} ends at {begin + last}")
-            entries[name] = Entry(dtype, shape, begin + first, begin + last)
+            entries[name] = TensorLocation(dtype, shape, begin + first, begin + last)
         reached = begin
         for name, at in sorted(entries.items(), key=lambda item: item[1].start):
             if at.start != reached:

@@ -7,7 +7,7 @@ import torch
 
 from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.offline import check_sizes, reshard_checkpoint
-from autopar.checkpoint.shards import Shards, check_checkpoint
+from autopar.checkpoint.shards import ShardReader, check_checkpoint
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import moment, same, save_alone, saved_state
@@ -17,7 +17,7 @@ EXTRA = {"epoch": 3, "ema": [torch.arange(5.0), (torch.tensor(2), "x")]}
 
 
 def contents(folder) -> dict[str, torch.Tensor]:
-    with Shards(folder, ("model", "optimizer", "extra")) as shards:
+    with ShardReader(folder, ("model", "optimizer", "extra")) as shards:
         return {
             f"{part}/{name}": shards.lazy(name, part).read()
             for part, entry in shards.manifest.parts.items()

@@ -8,7 +8,7 @@ import pytest
 
 from autopar import latest
 from autopar.checkpoint import rotation
-from autopar.checkpoint.format import FileRecord, Manifest, Part
+from autopar.checkpoint.format import FileRecord, Manifest, PartFiles
 from autopar.checkpoint.rotation import check_keep_last, is_checkpoint, next_order, rotate, series
 from autopar.checkpoint.staging import Staging
 from autopar.distributed.axis import MeshSizes
@@ -23,7 +23,7 @@ def sharded(folder: Path, order: int = 0) -> Path:
     for name in OURS[1:]:
         (folder / name).write_text(name)
     record = FileRecord(0, 0, 0, len(OURS[2]), "0" * 16, {"weight": "0" * 16})
-    part = Part("model", {"weight": TensorPlan("weight", (1,), "float32", saved_as="weight")}, {OURS[2]: record})
+    part = PartFiles("model", {"weight": TensorPlan("weight", (1,), "float32", saved_as="weight")}, {OURS[2]: record})
     Manifest("0" * 16, MeshSizes(1, 1, 1), "gpt2", "gpt2.yaml", "", {"model": part}, frozenset(["weight"]), 1,
              {"config.json": "0" * 16}, order=order).write(folder)  # fmt: skip
     return folder

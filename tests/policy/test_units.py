@@ -9,7 +9,7 @@ from torch import nn
 from autopar.errors import ConfigError, PolicyError
 from autopar.layout import Layout
 from autopar.plan.units import UnitTable
-from autopar.policy.schema import Part, UnitSpec
+from autopar.policy.schema import UnitRun, UnitSpec
 from autopar.policy.yaml_reader import Where
 
 NONE: frozenset[str] = frozenset()
@@ -36,7 +36,7 @@ def one(size: int, count: str, block: nn.Module | None = None, config: Any = Non
 def layout(units: UnitTable, parts: list[str], elements: int, block: nn.Module | None = None) -> Layout:
     """``parts`` as a policy writes them: ``heads`` or ``heads * 4``."""
     split = [part.partition(" * ") for part in parts]
-    return units.layout([Part(u, w or None) for u, _, w in split], 0, elements, "proj", Where("p", 9), block)
+    return units.layout([UnitRun(u, w or None) for u, _, w in split], 0, elements, "proj", Where("p", 9), block)
 
 
 def test_the_width_of_a_unit_is_inferred() -> None:

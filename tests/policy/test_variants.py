@@ -10,7 +10,7 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy import match
 from autopar.policy.load import load_policies, load_policy, own_policies, read_user_policy
 from autopar.policy.match import find_policy
-from autopar.policy.schema import SUPPORTED, Part
+from autopar.policy.schema import SUPPORTED, UnitRun
 from tests.policy.written import RIGHT, family, mounting, refused, write
 from tests.small import gpt2, llama
 
@@ -105,7 +105,7 @@ def test_a_module_is_mounted_inside_each_block(tmp_path: Path) -> None:
     path = mounting(tmp_path, "blocks: {path: h, extends: {deep?.attn: module}, modules: {ln: replicated}}\n")
     (tower,) = load_policy(path).towers
     assert list(tower.blocks) == ["deep?.attn.q", "deep?.attn.o", "deep?.attn.norm?", "ln"]
-    assert tower.blocks["deep?.attn.q"].parts == (Part("heads", "block.deep.attn.width"),)
+    assert tower.blocks["deep?.attn.q"].parts == (UnitRun("heads", "block.deep.attn.width"),)
     assert tower.units["heads"].count == "block.deep.attn.num_heads"
     assert list(tower.block_attributes) == ["deep?.attn.num_heads"] and list(tower.block_inputs) == ["deep?.attn.alibi"]
     assert str(tower.blocks["deep?.attn.o"].where) == f"{tmp_path}/module.yaml:5"
@@ -119,7 +119,9 @@ def test_a_module_is_mounted_twice_if_the_file_says_how_many_units_there_are(tmp
         load_policy(mounting(tmp_path, mounts))
     (tower,) = load_policy(mounting(tmp_path, mounts + "units: {heads: num_heads}\n")).towers
     assert [rule for rule in tower.blocks if rule.endswith("q")] == ["a.q", "b.q"]
-    assert tower.blocks["b.q"].parts == (Part("heads", "block.b.width"),) and tower.units["heads"].count == "num_heads"
+    assert (
+        tower.blocks["b.q"].parts == (UnitRun("heads", "block.b.width"),) and tower.units["heads"].count == "num_heads"
+    )
 
 
 def test_a_tower_is_mounted_below_a_module_of_the_base_model(tmp_path: Path) -> None:
