@@ -110,14 +110,14 @@ def _config(**changes):
         (lambda folder: (folder / "model.safetensors").unlink(), "hf cannot be loaded: "),
         (lambda folder: _without(folder, "transformer.h.1.mlp.c_fc.bias"),
          "does not hold exactly a GPT2LMHeadModel: it lacks transformer.h.1.mlp.c_fc.bias"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "is no whole safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "is not a complete safetensors file"),
         (_config(architectures=["GPT2LMHeadMode"]),
          "which is not a model of transformers. Did you mean 'GPT2LMHeadModel'"),
         (_config(auto_map={"AutoModel": "code.Model"}), "comes with its own code, which split does not run"),
         (_config(n_embd=64), "tensors do not have the shapes of GPT2LMHeadModel"),
         (_config(n_head=3), "hf cannot be loaded: `embed_dim` must be divisible by num_heads"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json cannot be read: "),
-        (lambda folder: _index(folder, "{}"), "model.safetensors.index.json has no weight_map"),
+        (lambda folder: _index(folder, "{}"), "model.safetensors.index.json must have a weight_map"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split(tmp_path, damage, message):

@@ -165,7 +165,7 @@ def test_small_models_have_few_files_and_an_error_of_a_rank_is_everyones(tmp_pat
     assert list(files) == ["model-tp0-pp0.safetensors"]
     if dist.get_rank() == 2:
         run.model.transformer.h[0].ln_1.weight.data.add_(1.0)
-    with shared_out(), raises_everywhere(save.CheckpointError, "ln_1.weight differs between rank 0 and rank 2"):
+    with shared_out(), raises_everywhere(save.CheckpointError, "ln_1.weight must be identical on rank 0 and rank 2"):
         run.save(tmp_path / "ckpt")
     run.close()
 

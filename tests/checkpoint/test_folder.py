@@ -104,7 +104,7 @@ def test_a_symbolic_link_goes_on_pointing_to_the_checkpoint(tmp_path):
 
 def test_what_cannot_be_replaced(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="file is a file"):
+    with pytest.raises(CheckpointError, match="file must be a folder, got a file"):
         Staging(tmp_path / "file")
     with pytest.raises(CheckpointError, match="cannot make"):
         Staging(tmp_path / "file" / "below")

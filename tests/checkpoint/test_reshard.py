@@ -88,11 +88,11 @@ def test_what_is_refused_writes_nothing(tmp_path):
             reshard_checkpoint(tmp_path / "old", tmp_path / "new", **sizes)
     check_sizes(64, 64)
     for target in (tmp_path / "old", tmp_path):
-        with pytest.raises(CheckpointError, match="would replace what it is read from"):
+        with pytest.raises(CheckpointError, match="would replace its source"):
             reshard_checkpoint(tmp_path / "old", target, tp=3, force=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "cat.jpg").write_text("x")
-    with pytest.raises(CheckpointError, match="full is not empty; pass force=True"):
+    with pytest.raises(CheckpointError, match="full is not empty\n  Pass force=True"):
         reshard_checkpoint(tmp_path / "old", tmp_path / "full", tp=3)
     assert sorted(os.listdir(tmp_path)) == ["full", "old"]
     data = bytearray((tmp_path / "old" / "model-tp1-pp0.safetensors").read_bytes())

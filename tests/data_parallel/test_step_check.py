@@ -178,7 +178,7 @@ def test_weights_that_only_one_replica_trains_are_named_when_they_are_averaged()
     model.transformer.wpe.weight.requires_grad_(dist.get_rank() == 0)
     model(**_batches(model, 1)[0]).loss.backward()
     with raises_everywhere(
-        ConsistencyError, "transformer.wpe.weight is frozen (requires_grad=False) on some of the ranks [0, 1]"
+        ConsistencyError, "transformer.wpe.weight is frozen (requires_grad=False) on only some of the ranks [0, 1]"
     ):
         autopar.average_gradients(model)
 
