@@ -234,7 +234,7 @@ def test_the_default_device_does_not_matter():
 
 def test_buffers_without_values_are_refused():
     config = llama().config
-    message = r"the buffer \w*inv_freq of a LlamaRotaryEmbedding was made on the meta device"
+    message = r"the buffer \w*inv_freq of a LlamaRotaryEmbedding must have values, but is on the meta device"
     with pytest.raises(ConfigError, match=message), autopar.lazy_init(), torch.device("meta"):
         model = LlamaForCausalLM(config)
     del model

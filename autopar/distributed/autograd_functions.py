@@ -141,8 +141,8 @@ def refuse_transforms(given: Callable[[], Any]) -> None:
     if is_functorch_active() or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise ConfigError(
             "torch.func (grad, vmap, jvp, ...) and dual tensors are not supported on a sharded model.\n"
-            "  Use loss.backward() or torch.autograd.grad (create_graph=True works) per sample, or replicas of the full\n"
-            "  model."
+            "  Use loss.backward() or torch.autograd.grad (create_graph=True works) for each sample, or replicas of\n"
+            "  the full model."
         )
 
 

@@ -111,7 +111,7 @@ def test_what_cannot_be_replaced(tmp_path, monkeypatch):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("x")
     (tmp_path / "photos" / "model.safetensors").write_text("x")
-    with pytest.raises(CheckpointError, match=r"photos holds model\.safetensors but neither autopar\.json"):
+    with pytest.raises(CheckpointError, match=r"photos holds model\.safetensors without autopar\.json"):
         Staging(tmp_path / "photos")
     assert sorted(os.listdir(tmp_path / "photos")) == ["cat.jpg", "model.safetensors"]
     make(tmp_path / "ckpt")

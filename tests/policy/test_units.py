@@ -117,14 +117,14 @@ def test_a_count_is_a_product_or_quotient_from_left_to_right() -> None:
         assert one(1, expression, config=config).count("u") == expected
     for expression, message in [
         ("width / 5", "p:1: 'u' is width / 5: 12 / 5 is not whole"),
-        ("width / heads / expand", "p:1: 'u' is width / heads / expand: 3 / 2 is not whole"),
-        ("width / 0", "p:1: 'u' is width / 0: 12 / 0 is not whole"),
+        ("width / heads / expand", "p:1: 'u' is width / heads / expand: 3 / 2 is not an integer"),
+        ("width / 0", "p:1: 'u' is width / 0: 12 / 0 is not an integer"),
         ("width * wide", "p:1: 'u' is wide, which SimpleNamespace lacks. Did you mean 'width'?"),
         ("inner.sise", "p:1: 'u' is inner.sise, which SimpleNamespace lacks. Did you mean 'size'?"),
-        ("inner", "p:1: 'u' is inner=namespace(size=6) in the config, which is no count"),
-        ("0 * width", "p:1: 'u' is 0 * width=0 in the config, which is no count"),
+        ("inner", "p:1: 'u' must be a positive integer; got inner=namespace(size=6)"),
+        ("0 * width", "p:1: 'u' must be a positive integer; got 0 * width=0"),
         *(
-            (wrong, f"p:1: 'u' is '{wrong}', which is no product or quotient of names")
+            (wrong, f"p:1: 'u' must be a product or quotient of names; got '{wrong}'")
             for wrong in ("width +2", "width *", "* width", "width heads", "(width)", "width - heads", "")
         ),
     ]:
@@ -167,16 +167,16 @@ WRONG: list[tuple[list[str], int, dict[str, Any], str]] = [
     (["plain"], 40, {}, r"p:9: proj has 40 features, \[plain\] describes 9 equal parts: 40 / 9 is not whole"),
     (["plain", "plain"], 45, {}, r"p:9: .*\[plain, plain\] describes 18 equal parts: 45 / 18 is not whole"),
     (["ffn", "ffn"], 75, {}, "p:9: .*describes 2 equal parts: 75 / 2 is not whole"),
-    (["ffn", "heads"], 75, {}, r"p:9: \[ffn, heads\] of proj mixes an inferred unit with others"),
-    (["ffn * 2", "ffn"], 75, {}, r"p:9: \[ffn \* 2, ffn\] of proj mixes an inferred unit with others"),
+    (["ffn", "heads"], 75, {}, r"p:9: \[ffn, heads\] of proj must not mix an inferred unit with counted units"),
+    (["ffn * 2", "ffn"], 75, {}, r"p:9: \[ffn \* 2, ffn\] of proj must not mix an inferred unit with counted units"),
     (["heads * 4", "kv * 2"], 45, {}, r"p:9: proj has 45 features, \[heads \* 4, kv \* 2\] describes 42$"),
     (["heads * 4", "kv * 2"], 40, {}, r"p:9: proj has 40 features, \[heads \* 4, kv \* 2\] describes 42$"),
     (["heads * 4", "kv"], 40, {}, r"p:9: proj has 40 features, \[heads \* 4, kv\] describes 36$"),
     (["heads * n_head"], 36, {}, r"p:9: 'proj' is n_head, which SimpleNamespace lacks. Did you mean 'n_heads'\?"),
-    (["heads * 1 +1"], 36, {}, r"p:9: 'proj' is '1 \+1', which is no product or quotient of names"),
-    (["plain"], 36, {"n_heads": None}, "p:5: 'plain' is n_heads=None in the config, which is no count"),
-    (["plain"], 36, {"n_heads": 0}, "p:5: 'plain' is n_heads=0 in the config, which is no count"),
-    (["plain"], 36, {"n_heads": True}, "p:5: 'plain' is n_heads=True in the config, which is no count"),
+    (["heads * 1 +1"], 36, {}, r"p:9: 'proj' must be a product or quotient of names; got '1 \+1'"),
+    (["plain"], 36, {"n_heads": None}, "p:5: 'plain' must be a positive integer; got n_heads=None"),
+    (["plain"], 36, {"n_heads": 0}, "p:5: 'plain' must be a positive integer; got n_heads=0"),
+    (["plain"], 36, {"n_heads": True}, "p:5: 'plain' must be a positive integer; got n_heads=True"),
     (["after"], 36, {}, "p:6: 'after' follows 'ffn', whose count is inferred"),
 ]
 

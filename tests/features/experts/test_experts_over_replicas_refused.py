@@ -139,8 +139,8 @@ def test_fully_shard_over_all_replicas_is_refused() -> None:
     with pytest.raises(ConfigError) as info:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert str(info.value) == (
-        "fully_shard would shard experts over all replicas: with expert_parallel_size=2 above tensor_parallel_size=1 "
-        "replicas hold\n  different ones. Use DistributedDataParallel, autopar.average_gradients, or zero: {stage: 3}."
+        "fully_shard is not supported with expert_parallel_size=2 above tensor_parallel_size=1: replicas hold\n  "
+        "different experts. Use DistributedDataParallel, autopar.average_gradients, or zero: {stage: 3}."
     )
     model.mpu.destroy()
 
@@ -171,8 +171,8 @@ def test_what_shares_out_all_parameters_is_refused() -> None:
     with pytest.raises(ConfigError) as info:
         optimizer.step()
     assert str(info.value) == (
-        "ZeroRedundancyOptimizer would give one replica's experts to all: with expert_parallel_size=4 above\n  "
-        "tensor_parallel_size=2 replicas hold different ones. Use zero: {stage: 1} in autopar's config."
+        "ZeroRedundancyOptimizer is not supported with expert_parallel_size=4 above tensor_parallel_size=2: replicas\n"
+        "  hold different experts. Use zero: {stage: 1} in autopar's config."
     )
     with pytest.raises(ConfigError, match="expert_parallel_size=4 above tensor_parallel_size=2: DeepSpeed averages"):
         _check_mesh(model, model.mpu)
