@@ -35,7 +35,7 @@ def test_fewer_kv_heads_than_ranks_are_replicated():
 
 
 def test_follow_refuses_a_ratio_that_is_not_whole():
-    with pytest.raises(ValueError, match="10 units cannot follow 3: 10 / 3 is not whole"):
+    with pytest.raises(ValueError, match="10 units cannot follow 3: 10 / 3 is not an integer"):
         aligned_shards(10, 3, even_shards(3, 2))
 
 

@@ -286,5 +286,5 @@ def test_what_it_says_without_a_policy_that_fits() -> None:
     assert 20 < lazy.drawn.weight.std() < 500
     assert isinstance(parallel(gpt()), GPT)
     model = parallel(gpt(), config={"pipeline": {"microbatch_size": 1}})
-    with pytest.raises(ConfigError, match="it is a user-defined module, which does not say over what its loss"):
+    with pytest.raises(ConfigError, match="it is a user-defined module, and its loss is unknown"):
         model.execute_pipeline(tokens(1))

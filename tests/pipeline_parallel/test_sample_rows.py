@@ -66,7 +66,7 @@ def test_videos_and_sounds() -> None:
     ("changes", "config", "reason"),
     [
         ({"image_grid_thw": torch.tensor(GRIDS[::-1])}, CONFIG, "by token 5 (image_token_id"),
-        ({"pixel_values": torch.zeros(23, 1)}, CONFIG, "pixel_values [23, 1], image_grid_thw [4, 3] are not one row"),
+        ({"pixel_values": torch.zeros(23, 1)}, CONFIG, "pixel_values [23, 1], image_grid_thw [4, 3] cannot be split"),
         ({}, SimpleNamespace(), "by token None (image_token_id"),
         ({"input_ids": None}, CONFIG, "by token 5 (image_token_id"),
     ],

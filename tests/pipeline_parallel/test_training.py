@@ -79,7 +79,7 @@ def test_one_stage_accumulates_over_micro_batches() -> None:
         out = piped.execute_pipeline(language_batches(131, count=1, batch=3)[0], return_outputs=True)
         assert out.loss is not None
         assert out.outputs.logits.shape[:2] == (3, 7)
-        with pytest.raises(ConfigError, match="hold no loss: put labels into the batch"):
+        with pytest.raises(ConfigError, match="must contain a loss"):
             piped.execute_pipeline({"input_ids": torch.zeros(2, 3, dtype=torch.long)})
         piped.mpu.destroy()
 
@@ -196,7 +196,7 @@ def test_what_is_collected_from_all_layers_is_refused() -> None:
     model.config.output_hidden_states = True
     with raises_everywhere(
         ConfigError,
-        "output_hidden_states=True is not supported with . pipeline stages: it collects from every layer of GPT2LMHeadModel",
+        "stages: it collects from every layer of GPT2LMHeadModel",
     ):
         autopar.initialize(model, _config())
     for name in ("output_hidden_states", "output_attentions"):

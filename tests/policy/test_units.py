@@ -116,7 +116,7 @@ def test_a_count_is_a_product_or_quotient_from_left_to_right() -> None:
     ]:
         assert one(1, expression, config=config).count("u") == expected
     for expression, message in [
-        ("width / 5", "p:1: 'u' is width / 5: 12 / 5 is not whole"),
+        ("width / 5", "p:1: 'u' is width / 5: 12 / 5 is not an integer"),
         ("width / heads / expand", "p:1: 'u' is width / heads / expand: 3 / 2 is not an integer"),
         ("width / 0", "p:1: 'u' is width / 0: 12 / 0 is not an integer"),
         ("width * wide", "p:1: 'u' is wide, which SimpleNamespace lacks. Did you mean 'width'?"),
@@ -164,9 +164,9 @@ def test_what_is_made_of_too_few_units_stays_whole_where_the_unit_says_so() -> N
 
 # parts, elements, changes of the config, message
 WRONG: list[tuple[list[str], int, dict[str, Any], str]] = [
-    (["plain"], 40, {}, r"p:9: proj has 40 features, \[plain\] describes 9 equal parts: 40 / 9 is not whole"),
-    (["plain", "plain"], 45, {}, r"p:9: .*\[plain, plain\] describes 18 equal parts: 45 / 18 is not whole"),
-    (["ffn", "ffn"], 75, {}, "p:9: .*describes 2 equal parts: 75 / 2 is not whole"),
+    (["plain"], 40, {}, r"p:9: proj has 40 features, \[plain\] describes 9 equal parts: 40 / 9 is not an integer"),
+    (["plain", "plain"], 45, {}, r"p:9: .*\[plain, plain\] describes 18 equal parts: 45 / 18 is not an integer"),
+    (["ffn", "ffn"], 75, {}, "p:9: .*describes 2 equal parts: 75 / 2 is not an integer"),
     (["ffn", "heads"], 75, {}, r"p:9: \[ffn, heads\] of proj must not mix an inferred unit with counted units"),
     (["ffn * 2", "ffn"], 75, {}, r"p:9: \[ffn \* 2, ffn\] of proj must not mix an inferred unit with counted units"),
     (["heads * 4", "kv * 2"], 45, {}, r"p:9: proj has 45 features, \[heads \* 4, kv \* 2\] describes 42$"),
@@ -177,7 +177,7 @@ WRONG: list[tuple[list[str], int, dict[str, Any], str]] = [
     (["plain"], 36, {"n_heads": None}, "p:5: 'plain' must be a positive integer; got n_heads=None"),
     (["plain"], 36, {"n_heads": 0}, "p:5: 'plain' must be a positive integer; got n_heads=0"),
     (["plain"], 36, {"n_heads": True}, "p:5: 'plain' must be a positive integer; got n_heads=True"),
-    (["after"], 36, {}, "p:6: 'after' follows 'ffn', whose count is inferred"),
+    (["after"], 36, {}, "p:6: 'after' cannot follow 'ffn', whose count is inferred"),
 ]
 
 
@@ -196,5 +196,5 @@ def test_a_count_that_the_config_lacks_names_the_nearest() -> None:
 
 
 def test_heads_that_do_not_divide_by_their_kv_heads() -> None:
-    with pytest.raises(ConfigError, match="8 units cannot follow 3: 8 / 3 is not whole"):
+    with pytest.raises(ConfigError, match="8 units cannot follow 3: 8 / 3 is not an integer"):
         layout(table(2, n_heads=8), ["heads"], 32)

@@ -126,7 +126,8 @@ def test_a_list_repeats_itself_in_modules_too_and_at_least_once() -> None:
         ("n_expert", "'inner.up' is n_expert, which ToyConfig lacks. Did you mean 'n_experts'?"),
         (
             "2",
-            "inner.up has 30 features, [ffn, ffn, ffn, ffn] describes 20 equal parts: 30 / 20 is not whole\n" + OTHER,
+            "inner.up has 30 features, [ffn, ffn, ffn, ffn] describes 20 equal parts: 30 / 20 is not an integer\n"
+            + OTHER,
         ),
     ]:
         policy = toy_policy(FFN, {**STACKED, "inner.up": {"sharded": ["ffn", "ffn"], "repeat": repeat}})
