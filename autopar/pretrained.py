@@ -77,8 +77,7 @@ def from_pretrained(
             config does not. Weights that transformers keeps in float32 stay in float32.
         strict: True to raise if the checkpoint has missing or unexpected tensors.
         verify: True to compare the checksums of a folder of ``save_parallelized``; the ranks share the work.
-        kwargs: Further arguments of transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels``
-        ...
+        kwargs: Further arguments of transformers, such as ``revision``, ``trust_remote_code`` or ``num_labels``.
 
     Returns:
         The parallelized model in evaluation mode, followed by the optimizer if there is one, and by the missing tensors

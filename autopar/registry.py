@@ -82,9 +82,9 @@ class Feature:
         mesh_names: The classes whose methods are added to the mesh (:class:`autopar.distributed.mesh.MPU`, ``self``),
             looked up for a name that the mesh lacks.
         transports: The transports of collectives between the ranks of one axis.
-            ``choose(axis, group, asked, control)`` is called once for the tensor-parallel axis when a mesh is made, on
+            ``choose(axis, group, asked, control)`` is called once for the tensor-parallel axis of a new mesh, on
             all its ranks. It returns the transport, or None to use the process group.
-        planners: The plans of the feature. ``plan(plans, config, stages)`` is called when tensors and stages are planned
+        planners: The plans of the feature. ``plan(plans, config, stages)`` is called with planned tensors and stages
             (:class:`autopar.dry_run.plan_model.ModelPlans`), in the order of names. Its result (None: the feature is
             not used) is kept under the entry's name in ``Plans.features`` and ``Parallelized.features``; ranks compare
             its ``to_json()``.

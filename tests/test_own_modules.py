@@ -276,7 +276,7 @@ def test_what_it_says_without_a_policy_that_fits() -> None:
         parallel(patches(), policy={**PATCHES, "units": {"heads": "layers.0.head"}})
     with pytest.raises(ConfigError, match="recomputes the blocks of a model, and the policy of Sequential names no"):
         parallel(mlp(), policy=MLP_POLICY, config={"activation_checkpointing": {"enable": True}})
-    with pytest.raises(ConfigError, match=r"must be a model class of transformers, not <class"):
+    with pytest.raises(ConfigError, match=r"must be a model class of transformers, got <class"):
         autopar.from_pretrained(GPT, "somewhere", policy=GPT_POLICY)
     with autopar.lazy_init():
         lazy = Initialized()

@@ -409,8 +409,7 @@ def snapshot(
     def hold(part: str, due: TensorPlan, tensor: torch.Tensor, of: str, shards: Any = None, only: Any = None) -> None:
         """Add a tensor of the weight ``of`` to the set of the ranks that hold it, unless it is empty.
 
-        ``shards``: the ranks of ``mpu.shards`` that hold it, if not given by the layout. ``only``: the replicas that
-        hold it, if not all.
+        ``shards``: ranks of ``mpu.shards`` that hold it, if not given by the layout; ``only``: replicas, if not all.
         """
         count, first = tensor.shape[0] if tensor.ndim else 1, 0
         if isinstance(tensor, DTensor):

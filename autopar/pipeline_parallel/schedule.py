@@ -132,7 +132,7 @@ def _interleaved(rank: int, ranks: int, chunks: int, microbatches: int) -> list[
 
 
 def _zbv(rank: int, ranks: int, microbatches: int) -> _Slots:
-    """Make the V of "Pipeline Parallelism with Controllable Memory" (Qi et al., 2024), for 2 * ranks - 1 micro-batches or more.
+    """Make the V schedule of Qi et al. (2024, "... Controllable Memory"), for at least 2 * ranks - 1 micro-batches.
 
     Backwards are split, so that input gradients come early. In the middle each stage's forward is followed by a
     backward of the other stage; at the end delayed weight gradients fill the time.
