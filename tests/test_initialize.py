@@ -247,7 +247,9 @@ def test_a_failure_leaves_the_model_as_it_was_and_reaches_every_rank():
 
 
 def test_an_unsupported_model_names_the_closest():
-    with pytest.raises(UnsupportedModelError, match="Linear is no Hugging Face model and holds none: autopar"):
+    with pytest.raises(
+        UnsupportedModelError, match="Linear must be or contain a Hugging Face model, or have a custom policy"
+    ):
         autopar.initialize(nn.Linear(2, 2))
     pair = nn.ModuleList([gpt2(), gpt2()])
     with pytest.raises(UnsupportedModelError, match=r"holds 2 Hugging Face models: 0 .GPT2LMHeadModel., 1"):

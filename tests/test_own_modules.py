@@ -268,7 +268,7 @@ def test_what_it_says_without_a_policy_that_fits() -> None:
     with pytest.raises(UnsupportedModelError) as info:
         autopar.initialize(gpt())
     lines = str(info.value).splitlines()
-    assert lines[0] == "GPT is no Hugging Face model and holds none: autopar has no policy for it."
+    assert lines[0] == "GPT must be or contain a Hugging Face model, or have a custom policy."
     assert "initialize(model, config, policy=policy)" in lines[4]
     with pytest.raises(PolicyError, match=r"'heads' is n_heads, which GPTConfig lacks\. Did you mean 'n_head'\?"):
         parallel(gpt(), policy=GPT_POLICY.replace("heads: n_head", "heads: n_heads"))

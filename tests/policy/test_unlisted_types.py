@@ -202,7 +202,7 @@ def test_a_model_of_which_nothing_can_be_sharded(monkeypatch: pytest.MonkeyPatch
 def test_a_convolutional_net_is_named(kind: str) -> None:
     stages = {"hidden_sizes": [8, 8, 8, 16], "depths": [1, 1, 1, 1]}
     net = ConvNextModel(ConvNextConfig(**stages)) if kind == "convnext" else ResNetModel(ResNetConfig(**stages))
-    text = f"{type(net).__name__} is a convolutional net, which autopar's policies do not cover"
+    text = f"{type(net).__name__} is a convolutional net, which autopar does not support"
     for find in (find_policy, derive) if kind == "resnet" else (find_policy,):
         with pytest.raises(UnsupportedModelError, match=text):
             find(net)
