@@ -1,6 +1,6 @@
-"""autopar: one line turns a Hugging Face model into a tensor-, pipeline- and data-parallel one.
+"""Make an unmodified Hugging Face model tensor-, pipeline-, context-, expert- and data-parallel in one line.
 
-The public names are loaded when they are first used, so that the command line starts without torch.
+Public names are imported at their first use, so that the command line starts without torch.
 """
 
 from autopar.errors import (
@@ -45,7 +45,7 @@ __all__ += list(OF_FEATURES)
 
 
 def _renamed(name: str) -> str:
-    """Return the end of the error for a name of an earlier version."""
+    """Return a hint for a name of an earlier version."""
     renamed = {"whole": "full_params", "full": "full_tensor"}
     return f" It is called autopar.{renamed[name]} now." if name in renamed else ""
 

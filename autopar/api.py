@@ -1,4 +1,4 @@
-"""initialize() and deparallelize(): config -> mesh -> policy -> plan -> the model, in place."""
+"""``initialize`` and ``deparallelize``: from config to mesh, policy and plan, applied to the model in place."""
 
 from __future__ import annotations
 
@@ -55,74 +55,72 @@ def initialize(
     optimizer: Any = None,
     lr_scheduler: Any = None,
 ) -> Any:
-    """Turn a Hugging Face model, or a custom module, into this rank's share of a parallel one, in place.
+    """Parallelize a Hugging Face model, or a custom module, in place: keep this rank's shards.
 
-    The model sits in memory, or was built inside :func:`autopar.lazy_init`: then only this rank's shards ever do. Every
-    process calls it with the same model and config. Parameter objects keep their identity, so an earlier optimizer
-    continues to work. Under nccl the share moves to this rank's GPU.
+    Every process calls it with the same model and config. The model is in memory, or was built inside
+    :func:`autopar.lazy_init`; then only this rank's shards are allocated. Parameter objects keep their identity, so an
+    earlier optimizer continues to work. With nccl the shards move to this rank's GPU.
 
     Args:
-        model: A ``PreTrainedModel``, or a module with one inside; any other module with a ``policy``. Ranks may hold
-            different random weights: all get rank 0's.
-        config: Dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
-            is the rest of the world. Without torchrun the world is this one process.
-        policy: Path, dict or YAML text of a custom policy, before the config's ``policy``. If neither is given, the
-            policy that lists the model type is used, or one is derived where transformers ships a ``tp_plan``. Without
-            ``match`` it describes ``model`` in full. ``"derive"`` derives one from the structure of a Hugging Face
-            model and dry runs; ``autopar policy new`` writes the same one down, and proves it.
-        optimizer: Any ``torch.optim`` optimizer over parameters of ``model``, made before. The config's ``zero``,
-            ``precision`` and ``gradient_clipping`` then happen inside of its ``step``
-            (:class:`~autopar.data_parallel.optimizer.ParallelStep`). Its state is sharded.
-        lr_scheduler: Scheduler of ``optimizer``; only checked.
+        model: A ``PreTrainedModel``, a module with one inside, or any other module with a ``policy``. All ranks get
+            rank 0's weights.
+        config: A dict, the path of a JSON or YAML file, or a :class:`~autopar.config.ParallelConfig`. The data-parallel
+            size follows from the world size. Without torchrun the world is one process.
+        policy: The path, dict or YAML text of a custom policy, which overrides the config's ``policy``. By default the
+            policy that lists the model type is used, or a policy is derived if transformers ships a ``tp_plan``. A
+            policy without ``match`` describes the full ``model``. ``"derive"`` derives a policy from the structure of a
+            Hugging Face model by dry runs; ``autopar policy new`` saves and verifies the same policy.
+        optimizer: A ``torch.optim`` optimizer of the model's parameters. Its state is sharded, and its ``step`` applies
+            the config's ``zero``, ``precision`` and ``gradient_clipping``
+            (:class:`~autopar.data_parallel.optimizer.ParallelStep`).
+        lr_scheduler: The scheduler of ``optimizer``; it is only checked.
 
     Returns:
-        ``model`` itself, or ``(model, optimizer)``, the same objects, if an optimizer was given. The model has
-        ``model.mpu`` (:class:`~autopar.distributed.mesh.MPU`), ``model.save_parallelized`` and
-        ``model.from_parallelized``. Rank 0 logs one line (INFO): policy, mesh, parameters and bytes.
+        The same object ``model``, or ``(model, optimizer)`` if an optimizer was passed. The model has ``model.mpu``
+        (:class:`~autopar.distributed.mesh.MPU`), ``model.save_parallelized`` and ``model.from_parallelized``. Rank 0
+        logs one line (INFO): policy, mesh, parameters and bytes.
 
     Raises:
-        ConfigError, UnsupportedModelError, PolicyError: the call is wrong; nothing is changed.
-        ConsistencyError: on the other ranks, if a rank raises or was called differently.
+        ConfigError, UnsupportedModelError, PolicyError: The call is wrong. Nothing has changed.
+        ConsistencyError: Another rank raises, or has other arguments.
     """
-    # 1. The call is right, and the same on every rank.
+    # 1. Check that the call is valid and identical on all ranks.
     registry.begin_asked()
     given = (model, config, policy, optimizer, lr_scheduler)
     call = same_on_every_rank(lambda: check_call(*given), Call.fingerprint)
-    # 2. The mesh: process groups of all axes.
+    # 2. Make the process groups of the mesh.
     mpu = MPU.of(call.config)
-    try:  # 3. What each rank will hold, tried without data. The model is untouched so far.
+    try:  # 3. Plan the shards of each rank, and run them without data. The model has not changed.
         plans, weights = make_plans(model, call, mpu, optimizer)
     except Exception:
         mpu.destroy()
         raise
-    # 4. The changes, in the order of autopar.setup.steps.STEPS.
+    # 4. Change the model ([Note: order of setup and undo]).
     steps.apply(model, Parallelized(call, plans, mpu), steps.Given(weights, optimizer))
     return model if optimizer is None else (model, optimizer)
 
 
 def deparallelize(model: Model) -> Model:
-    """Give back the plain model with full weights on every rank; every rank calls it.
+    """Restore the original model with full weights and gradients on every rank. Every rank calls it.
 
-    Parameter objects keep their identity, gradients become full too. The optimizer's state does not: make a new one.
-    Weights that ``precision`` made half become fp32 again where the optimizer kept fp32 weights. The process groups of
-    ``model.mpu`` are destroyed, with the last one of a model and its copies.
+    Parameter objects keep their identity. The optimizer's state is not restored, so make a new optimizer.
+    Half-precision weights become fp32 again if the optimizer kept fp32 weights. The process groups of ``model.mpu`` are
+    destroyed together with the last copy of the model.
 
     Raises:
-        ConfigError: the model is not parallelized.
-        CheckpointError: a save in the background failed; the model is unchanged, and a second call continues.
+        ConfigError: The model is not parallelized.
+        CheckpointError: A save in the background failed. The model has not changed, and a second call continues.
     """
     state: Parallelized | None = vars(model).get("_autopar")
     if state is None:
         raise not_parallelized(model)
     if state.config.fully_sharded:
         stage = state.config.zero_stage
-        raise ConfigError(
-            f"deparallelize: with zero.stage {stage} torch's FSDP holds the weights, and it cannot be undone"
-        )
+        raise ConfigError(f"deparallelize is not supported with zero.stage {stage}: torch's FSDP2 cannot be undone")
     if state.mpu.pp.size > 1 and state.plan.quantized():
         raise ConfigError(
-            "deparallelize: quantized weights of other stages are gone from this rank: load the model again.\n"
-            "  adapter_only=True saves what was trained."
+            "deparallelize is not supported with quantized weights and pipeline stages: this rank lost other stages' "
+            "weights.\n  Load the model again. adapter_only=True saves the trained adapters."
         )
     model.wait_for_save()  # type: ignore[operator]
     steps.undo(model, state)

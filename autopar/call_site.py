@@ -1,4 +1,4 @@
-"""The caller: user code, or a known library."""
+"""Find the caller of autopar: user code, or a known library."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from autopar.compat.tensors import HOOKS, hooks_of
 from autopar.errors import ShardWarning
 
 LOCAL_HOOKS = "_autopar_local_hooks"
-"""Attribute of a module whose user hooks are written for this rank's shards."""
+"""The attribute of a module whose user hooks expect this rank's shards."""
 LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
 LIBRARIES |= {"safetensors"}
 OURS = __file__.rpartition("/")[0] + "/"
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Return whether code of autopar runs there."""
+    """Return whether the code of the frame belongs to autopar."""
     return frame.f_code.co_filename.startswith(OURS)
 
 
@@ -30,7 +30,7 @@ def is_installed(file: str) -> bool:
 
 
 def is_library(frame: FrameType) -> bool:
-    """Return whether code of autopar, of an installed package, or of a model's own files from the hub runs there."""
+    """Return whether the code of the frame belongs to autopar, an installed package, or a model's files on the hub."""
     place = frame.f_code.co_filename
     return (
         is_ours(frame)
@@ -41,7 +41,7 @@ def is_library(frame: FrameType) -> bool:
 
 
 def is_of_library(function: Any) -> bool:
-    """Return whether a function, such as a hook, is made by a library that this project knows, or by itself."""
+    """Return whether a function, such as a hook, belongs to autopar or a known library."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -50,20 +50,20 @@ def is_of_library(function: Any) -> bool:
 
 
 def user_hooks(hooks: Mapping[int, Any]) -> list[Any]:
-    """Return the user hooks in one of torch's dicts; of one with another object in its place the hook itself."""
+    """Return the user hooks in one of torch's dicts; for a replaced hook, the original one."""
     found = [getattr(hook, "user_hook", hook) for hook in hooks.values()]
     return [hook for hook in found if not is_of_library(hook)]
 
 
 def hooks_below(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the user hooks on modules inside of a model that expect full tensors, each after the path of its module."""
+    """Yield ``(path, hook)`` for user hooks on a model's submodules that expect full tensors."""
     for path, module in model.named_modules():
         if path and LOCAL_HOOKS not in vars(module):
             yield from ((path, hook) for kind in HOOKS for hook in user_hooks(hooks_of(module, kind)))
 
 
 def described(hook: Any) -> str:
-    """Return the name of a hook, and where it is written."""
+    """Return the name of a hook with its file and line."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     code = getattr(hook, "__code__", None)
@@ -72,7 +72,7 @@ def described(hook: Any) -> str:
 
 
 def calls() -> Iterator[tuple[str, str]]:
-    """Yield ``(module, function)`` of the calls that led to autopar, innermost first, up to one of autopar's own."""
+    """Yield ``(module, function)`` of the calls that led to autopar, innermost first, up to another call of autopar."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame):
         frame = frame.f_back
@@ -82,7 +82,7 @@ def calls() -> Iterator[tuple[str, str]]:
 
 
 def frames_of(module: str) -> Iterator[tuple[FrameType, str]]:
-    """Yield the calls inside of ``module`` that are running, innermost first, with the name of the function."""
+    """Yield the running calls of ``module``, innermost first, with the names of the functions."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == module:

@@ -1,16 +1,16 @@
-"""The exception tree of autopar.
+"""The exceptions of autopar, and helpers for messages.
 
     AutoparError
-    ├── ConfigError(ValueError)          the user's configuration, or sizes that do not fit
+    ├── ConfigError(ValueError)          an argument or a config key is wrong, or sizes do not fit
     ├── UnsupportedModelError            no policy matches the model
-    ├── PolicyError                      a policy is wrong; carries file and line
+    ├── PolicyError                      a policy is wrong (with file and line)
     ├── CheckpointError                  a checkpoint is incomplete, damaged, or does not fit
-    ├── ConsistencyError                 ranks that must agree do not
+    ├── ConsistencyError                 values that must be identical on ranks differ
     ├── VerificationError                the parallelized model differs from the reference model
-    └── PipelineError                    a stage of a pipeline did not deliver
+    └── PipelineError                    a rank failed, ended or hangs
 
-The first line of a message states the problem, with the name and both numbers; then come its source and the fix. Errors
-are raised before anything is changed.
+The first line of a message states the problem with the offending and the expected value; the next lines give the fix.
+Errors are raised before anything changes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pathlib import Path
 
 
 class AutoparError(Exception):
-    """Base of all errors that autopar raises on purpose.
+    """The base class of autopar's errors.
 
     Attributes:
-        told_by_rank_0: True if rank 0 raises and prints the same, so this rank need not.
+        told_by_rank_0: True if rank 0 raises and prints the same error, so that this rank need not print it.
     """
 
     told_by_rank_0 = False
 
 
 class ConfigError(AutoparError, ValueError):
-    """A configuration key, type or size is wrong. ``problems`` lists every one that was found."""
+    """A configuration key, type or size is wrong. ``problems`` lists all problems."""
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -48,8 +48,8 @@ class PolicyError(AutoparError):
     """A policy is malformed or does not describe the model.
 
     Args:
-        message: Text of the error.
-        where: ``file:line`` of the entry, put in front of the message.
+        message: The text of the error.
+        where: The ``file:line`` of the entry, which precedes the message.
     """
 
     def __init__(self, message: str, where: object = None) -> None:
@@ -62,10 +62,11 @@ class CheckpointError(AutoparError):
 
 
 class ConsistencyError(AutoparError):
-    """Ranks hold different values where they must hold the same.
+    """Ranks have different values that must be identical.
 
     Args:
-        parameter: Name of the first weight that differs; "" if that is something else.
+        message: The text of the error.
+        parameter: The name of the first weight that differs; "" if another value differs.
     """
 
     def __init__(self, message: str = "", parameter: str = "") -> None:
@@ -74,19 +75,19 @@ class ConsistencyError(AutoparError):
 
 
 class VerificationError(AutoparError):
-    """A parallelized model computes something else than the plain one."""
+    """The results of a parallelized model differ from the reference model."""
 
 
 class PipelineError(AutoparError):
-    """A stage of a pipeline did not deliver: its process ended, failed or hangs."""
+    """A rank ended, failed or hangs."""
 
 
 class ShardWarning(UserWarning):
-    """A rank's shard of a weight is used where the full weight is likely to be meant."""
+    """Code uses a rank's shard of a weight where the full weight is probably intended."""
 
 
 def clip(text: str, width: int = 120) -> str:
-    """Return ``text``, or of a longer one the beginning: for values of users in messages."""
+    """Truncate a long text, for user values in messages."""
     return text if len(text) <= width else f"{text[: width - 4]} ..."
 
 
@@ -96,34 +97,34 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: object, width: int | None = None) -> str:
-    """Return an error's text without its line breaks, or the beginning of one that is longer than ``width``."""
+    """Return an error's text in one line, truncated to ``width``."""
     text = " ".join(str(error).split())
     return text if width is None else clip(text, width)
 
 
 def type_and_text(error: BaseException, width: int | None = None) -> str:
-    """Return an error of foreign code as ``ValueError: text``, in one line."""
+    """Return an error of other code in one line, as ``ValueError: text``."""
     return f"{type(error).__name__}: {in_one_line(error, width)}"
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Join the first few names, and say how many more there are."""
+    """Join the first ``limit`` names, followed by the number of remaining ones."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def not_parallelized(model: object) -> ConfigError:
     """Return the error of a call that needs a parallelized model."""
-    return ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
+    return ConfigError(f"{type(model).__name__} is not parallelized\n  Call autopar.initialize first.")
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return ``" Did you mean 'x'?"`` for the candidate closest to ``name``, else an empty string."""
+    """Return ``" Did you mean 'x'?"`` for the candidate closest to ``name``, or an empty string."""
     found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return f" Did you mean '{found[0]}'?" if found else ""
 
 
 def missing(path: Path) -> str:
-    """Say where a path stops to be there, and what may have been meant; "" if it is there."""
+    """Return a text with the first missing part of a path and the closest name; "" if the path exists."""
     path = path.absolute()
     if path.exists():
         return ""
@@ -134,7 +135,7 @@ def missing(path: Path) -> str:
 
 
 def tell(log: logging.Logger, line: str) -> None:
-    """Log a line that every user should see (INFO); print it where the program has set up no logging."""
+    """Log a line for every user (INFO), or print it if the program has no logging."""
     if log.hasHandlers():
         log.info("%s", line)
     else:

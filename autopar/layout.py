@@ -1,12 +1,11 @@
-"""Layouts: how the units of one tensor dim are sharded over the ranks of an axis. Pure; the only slicing code.
+"""Layouts: the sharding of the units of a tensor dim over the ranks of an axis.
 
-A *unit* (an attention head, one ffn neuron, one vocabulary row) lies on one rank; it is never divided.
-A *layout* says how units lie along one dim of one stored tensor: blocks side by side, each block a run
-of equally wide units. GPT-2 stores ``q | k | v`` as three blocks of ``heads``; BLOOM stores one block of
-``heads`` whose units are three head widths wide.
+A *unit* (an attention head, an ffn neuron, a vocabulary row) is on one rank and is never divided. A *layout* describes
+the units along one dim of a stored tensor as consecutive blocks, each a run of equally wide units. GPT-2 stores
+``q | k | v`` as three blocks of ``heads``; BLOOM stores one block of ``heads`` whose units are three head widths wide.
 
-Everything else follows from :meth:`Layout.ranges`: the ``[start, stop)`` ranges of the stored dim that a
-rank holds. ``shard`` concatenates those ranges, ``unshard`` writes them back, a loader reads just them.
+:meth:`Layout.ranges` returns the ``[start, stop)`` ranges of the stored dim that a rank holds. ``shard`` concatenates
+these ranges, ``unshard`` writes them back, and a loader reads only them. No other module slices shards.
 
     >>> heads = even_shards(3, 2)                      # 3 heads over 2 ranks
     >>> heads
@@ -29,26 +28,27 @@ Range = tuple[int, int]
 """``[start, stop)``."""
 
 UnitRanges = tuple[Range, ...]
-"""For each rank of the axis the ``[start, stop)`` units that it holds."""
+"""The units ``[start, stop)`` of each rank of the axis."""
 
 
 def even_shards(count: int, size: int) -> UnitRanges:
-    """Shard ``count`` units over ``size`` ranks evenly; the first ranks get more, the last ones maybe none."""
+    """Shard ``count`` units evenly over ``size`` ranks. The first ranks may get one more; the last may get none."""
     each, extra = divmod(count, size)
     starts = [rank * each + min(rank, extra) for rank in range(size + 1)]
     return tuple((starts[rank], starts[rank + 1]) for rank in range(size))
 
 
 def replica_rows(count: int, replica: int, replicas: int) -> Range:
-    """Return the rows ``[start, stop)`` that a replica has of a DTensor: equally many each, the last ones fewer."""
+    """Return the rows ``[start, stop)`` of a replica's shard of a DTensor; the last replicas may have fewer rows."""
     each = -(-count // replicas)
     return min(replica * each, count), min((replica + 1) * each, count)
 
 
 def replicated_shards(count: int, size: int) -> UnitRanges:
-    """Shard ``count`` units over more ranks than units: each rank holds one, some ranks replicate the same one.
+    """Shard ``count`` units over more ranks than units: each rank holds one unit, and some ranks hold the same one.
 
-    With ``count >= size`` this is :func:`even_shards`. ``count=2, size=3`` gives unit 0 to ranks 0 and 1, unit 1 to 2.
+    With ``count >= size`` this is :func:`even_shards`. With ``count=2, size=3`` ranks 0 and 1 hold unit 0, rank 2 unit
+    1.
     """
     if count >= size or count == 0:
         return even_shards(count, size)
@@ -59,13 +59,13 @@ def replicated_shards(count: int, size: int) -> UnitRanges:
 
 
 def aligned_shards(count: int, leader_count: int, leaders: UnitRanges) -> UnitRanges:
-    """Shard ``count`` units so that each lies on a rank that holds its leader.
+    """Shard ``count`` units so that each unit is on a rank that holds its leader.
 
     Leader ``i`` owns units ``[i * n, (i + 1) * n)`` with ``n = count / leader_count`` (query heads and their KV head).
     Ranks that hold the same leader split its units among themselves. Raises ``ValueError`` if ``n`` is not an integer.
     """
     if leader_count == 0 or count % leader_count:
-        raise ValueError(f"{count} units cannot follow {leader_count}: {count} / {leader_count} is not whole")
+        raise ValueError(f"{count} units cannot follow {leader_count}: {count} / {leader_count} is not an integer")
     each = count // leader_count
     ranges: list[Range] = []
     for rank, (start, stop) in enumerate(leaders):
@@ -77,7 +77,7 @@ def aligned_shards(count: int, leader_count: int, leaders: UnitRanges) -> UnitRa
 
 @dataclass(frozen=True)
 class Block:
-    """A run of ``count`` units, each ``width`` elements wide, and the ``ranges`` of units that the ranks hold."""
+    """A run of ``count`` units of ``width`` elements, and the ``ranges`` of units that the ranks hold."""
 
     unit: str
     count: int
@@ -86,20 +86,20 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Elements along the dim."""
+        """The number of elements along the dim."""
         return self.count * self.width
 
     @classmethod
     def alone(cls, unit: str, number: int, of: int, width: int, size: int) -> Block:
-        """Return the block of a tensor that is one unit, where the other units are separate tensors: ``unit 3 of 8``.
+        """Return the block of a tensor that is one unit of several separate tensors, named ``unit 3 of 8``.
 
-        Each unit lies on the rank of ``size`` that would hold it if all were side by side.
+        Each unit is on the rank of ``size`` that would hold it in one tensor of all units.
         """
         ranges = tuple((0, int(start <= number < stop)) for start, stop in even_shards(of, size))
         return cls(f"{unit} {number} of {of}", 1, width, ranges)
 
     def over(self, size: int) -> Block:
-        """Return the block over ``size`` ranks; with fewer units than ranks several hold the same one."""
+        """Return the block over ``size`` ranks. With fewer units than ranks, several ranks hold the same unit."""
         named = re.fullmatch(r"(.*) (\d+) of (\d+)", self.unit)
         if named and self.count == 1:
             return Block.alone(named[1], int(named[2]), int(named[3]), self.width, size)
@@ -108,9 +108,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks of units side by side along dim ``dim`` of one stored tensor, and which ranks hold them.
+    """Consecutive blocks of units along ``dim`` of a stored tensor, and the ranks that hold them.
 
-    Build it with :meth:`of`; ``dim`` is never negative. All sizes are in elements along ``dim``.
+    Create it with :meth:`of`. ``dim`` is never negative. All sizes are in elements along ``dim``.
     """
 
     dim: int
@@ -118,19 +118,19 @@ class Layout:
 
     @classmethod
     def of(cls, dim: int, blocks: Sequence[Block]) -> Layout:
-        """Lay ``blocks`` side by side along ``dim``. Raises ``ValueError`` if their axis sizes differ."""
+        """Make the layout of consecutive ``blocks`` along ``dim``. Raises ``ValueError`` if their axis sizes differ."""
         if len({len(block.ranges) for block in blocks}) != 1:
             raise ValueError("blocks of one layout must be sharded over the same axis")
         return cls(dim, tuple(blocks))
 
     @property
     def axis_size(self) -> int:
-        """Ranks over which the units are sharded."""
+        """The number of ranks over which the units are sharded."""
         return len(self.blocks[0].ranges)
 
     @cached_property
     def size(self) -> int:
-        """Elements along ``dim`` of the stored tensor."""
+        """The number of elements along ``dim`` of the stored tensor."""
         return sum(block.size for block in self.blocks)
 
     @cached_property
@@ -150,17 +150,17 @@ class Layout:
         return tuple(table)
 
     def repeated(self, times: int) -> Layout:
-        """Return the layout over ``times`` as many ranks, of which each run of ``axis_size`` ones holds all of it."""
+        """Return the layout over ``times * axis_size`` ranks, with all units on each run of ``axis_size`` ranks."""
         return Layout(self.dim, tuple(replace(block, ranges=block.ranges * times) for block in self.blocks))
 
     def of_first(self, ranks: int) -> Layout:
-        """Return the layout over the first ``ranks`` alone: what :meth:`repeated` repeats."""
+        """Return the layout over only the first ``ranks``; the inverse of :meth:`repeated`."""
         if ranks == self.axis_size:
             return self
         return Layout(self.dim, tuple(replace(block, ranges=block.ranges[:ranks]) for block in self.blocks))
 
     def in_steps(self, step: int) -> Layout:
-        """Return the layout of entries of ``step`` elements; ``ValueError`` if a rank holds a part of one."""
+        """Return the layout of entries of ``step`` elements. Raises ``ValueError`` if a rank holds half an entry."""
         if step == 1:
             return self
         blocks = []
@@ -178,7 +178,7 @@ class Layout:
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank the ranks that hold the same ranges, itself among them."""
+        """For each rank, the ranks that hold the same ranges, including itself."""
         found: dict[tuple[Range, ...], list[int]] = {}
         for rank, ranges in enumerate(self._ranges):
             found.setdefault(ranges, []).append(rank)
@@ -195,7 +195,7 @@ class Layout:
 
     @cached_property
     def replicated(self) -> bool:
-        """Whether some element is held by more than one rank (fewer KV heads than ranks)."""
+        """Whether several ranks hold the same element (fewer KV heads than ranks)."""
         return sum(self._local_sizes) > self.size
 
     @cached_property
@@ -219,11 +219,11 @@ class Layout:
         return tuple(owned)
 
     def owned(self, rank: int) -> tuple[Range, ...]:
-        """Return :meth:`ranges` without elements of lower ranks: over all ranks every element exactly once."""
+        """Return :meth:`ranges` without elements of lower ranks, so that each element is on exactly one rank."""
         return self._owned[rank]
 
     def owned_local(self, rank: int) -> tuple[Range, ...]:
-        """Return :meth:`owned` in coordinates of the rank's own shard."""
+        """Return :meth:`owned` in coordinates of the rank's shard."""
         result: list[Range] = []
         offset = 0
         for start, stop in self._ranges[rank]:
@@ -239,14 +239,14 @@ class Layout:
         return (*shape[: self.dim], self.local_size(rank), *shape[self.dim + 1 :])
 
     def shard(self, tensor: torch.Tensor, rank: int, dim: int | None = None) -> torch.Tensor:
-        """Copy the shard of ``rank`` out of the stored tensor, contiguous and in new storage.
+        """Copy the shard of ``rank`` from the stored tensor into a new contiguous tensor.
 
-        ``dim`` replaces the layout's: the same units may lie along another dim of an activation. Raises ``ValueError``
-        if ``tensor`` does not have the layout's size along it.
+        ``dim`` overrides the layout's dim, for activations. Raises ``ValueError`` if ``tensor`` does not have the
+        layout's size along it.
         """
         dim = self.dim if dim is None else dim
         if tensor.shape[dim] != self.size:
-            raise ValueError(f"dim {dim} has {tensor.shape[dim]} elements, the layout describes {self.size}")
+            raise ValueError(f"dim {dim} must have {self.size} elements, as in the layout; got {tensor.shape[dim]}")
         pieces = [tensor.narrow(dim, start, stop - start) for start, stop in self._ranges[rank]]
         if not pieces:
             return tensor.narrow(dim, 0, 0).clone(memory_format=torch.contiguous_format)
@@ -255,12 +255,12 @@ class Layout:
         return torch.cat(pieces, dim)
 
     def write(self, full: torch.Tensor, shard: torch.Tensor, rank: int, dim: int | None = None) -> None:
-        """Write the shard of ``rank`` into its place in ``full``; ``ValueError`` if it has another size."""
+        """Write the shard of ``rank`` into its place in ``full``. Raises ``ValueError`` for another size."""
         dim = self.dim if dim is None else dim
         if shard.shape[dim] != self.local_size(rank):
             raise ValueError(
-                f"shard of rank {rank} has {shard.shape[dim]} elements along dim {dim}, "
-                f"the layout describes {self.local_size(rank)}"
+                f"the shard of rank {rank} must have {self.local_size(rank)} elements along dim {dim}; "
+                f"got {shard.shape[dim]}"
             )
         offset = 0
         for start, stop in self._ranges[rank]:
@@ -268,19 +268,19 @@ class Layout:
             offset += stop - start
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int | None = None) -> torch.Tensor:
-        """Concatenate the shards of all ranks, in rank order, to the stored tensor: the inverse of :meth:`shard`."""
+        """Assemble the stored tensor from the shards of all ranks, in rank order; the inverse of :meth:`shard`."""
         dim = self.dim if dim is None else dim
         if len(shards) != self.axis_size:
             raise ValueError(f"{len(shards)} shards for an axis of size {self.axis_size}")
         shape = list(shards[0].shape)
         shape[dim] = self.size
         full = torch.empty(shape, dtype=shards[0].dtype, device=shards[0].device)
-        for rank in reversed(range(self.axis_size)):  # where several ranks hold an element, the lowest one's is kept
+        for rank in reversed(range(self.axis_size)):  # for an element on several ranks, the lowest rank's value is kept
             self.write(full, shards[rank], rank, dim)
         return full
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as plain data, as it is in manifests."""
+        """Return the layout as plain data, for manifests."""
         return {
             "dim": self.dim,
             "blocks": [
@@ -291,7 +291,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Layout:
-        """Read :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
+        """Reverse :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
         blocks = []
         for b in data["blocks"]:
             ranges = tuple((int(start), int(stop)) for start, stop in b["shares"])
@@ -304,13 +304,13 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Layout | None:
-    """Return the layout of a sequence of ``length`` rows along dim 1; None if it is too short to be sharded.
+    """Return the layout of a sequence of ``length`` along dim 1; None if it is too short to be sharded.
 
-    Each rank has two rows at least: models take one query for a step of decoding, which is not causal.
+    Each rank has at least two positions, because models treat a single query as a decoding step, which is not causal.
 
     Args:
-        zigzag: True: each rank has two runs of rows, one from each end, so that under a causal mask all ranks have as
-            much to compute (Llama 3, arXiv 2407.21783, section 3.3.2). Otherwise one run.
+        zigzag: True to give each rank two runs of positions, one from each end, which balances the work under a causal
+            mask (Llama 3, arXiv 2407.21783, section 3.3.2). False for one run.
 
     >>> rows_layout(8, 2).ranges(1), rows_layout(8, 2, zigzag=True).ranges(1)
     (((4, 8),), ((2, 6),))

@@ -1,4 +1,4 @@
-"""from_pretrained(): a checkpoint as this rank's shards of a parallel model; the whole model is never in memory."""
+"""Load a checkpoint as this rank's shards of a parallel model, without the full model in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from autopar import registry
 from autopar.api import initialize
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.staging import MANIFEST
 from autopar.compat.transformers import from_config
 from autopar.config import ParallelConfig
@@ -28,20 +28,20 @@ from autopar.policy.schema import Policy
 _REFUSED = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "write quantization_config=BitsAndBytesConfig(...)"),
     "gguf_file": "convert the file to safetensors first",
-    "state_dict": "initialize takes a model that sits in memory",
+    "state_dict": "use initialize for a model in memory",
     **dict.fromkeys(
         ("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config"),
-        "autopar gives every rank its own shards of the model",
+        "autopar chooses the shards of each rank",
     ),
 }
 
-_OF_FILES = {  # what has no meaning for a folder of shards
+_OF_FILES = {  # arguments that are not supported for a folder of shards
     *("adapter_kwargs", "adapter_name", "cache_dir", "code_revision", "disable_mmap", "force_download"),
     *("from_flax", "from_tf", "ignore_mismatched_sizes", "local_files_only", "low_cpu_mem_usage", "mirror"),
     *("offload_buffers", "offload_state_dict", "proxies", "revision", "subfolder", "token", "tqdm_class"),
     *("use_auth_token", "use_safetensors", "variant", "weights_only"),
 }
-_OFF = {"allow_all_kernels", "fusion_config", "kernel_config", "key_mapping", "use_kernels"}  # there only if not set
+_OFF = {"allow_all_kernels", "fusion_config", "kernel_config", "key_mapping", "use_kernels"}  # allowed only if unset
 
 
 def from_pretrained(
@@ -57,39 +57,37 @@ def from_pretrained(
     verify: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Load a checkpoint as this rank's shards of a parallel model; each rank reads its own bytes.
+    """Load a checkpoint as this rank's shards of a parallel model; each rank reads only its bytes.
 
-    Equal to ``autopar.initialize(model_class.from_pretrained(path, dtype=dtype, **kwargs), config)``, which needs
-    memory for the full model. Every rank calls it. Weights that the checkpoint lacks (a head that is new for the task)
-    are initialized at random, equally on all ranks, and reported by transformers.
+    The result is equal to ``autopar.initialize(model_class.from_pretrained(path, dtype=dtype, **kwargs), config)``,
+    which needs memory for the full model. Every rank calls it. Weights that the checkpoint lacks (a new task head) are
+    initialized randomly, identical on all ranks, and transformers reports them.
 
     Args:
-        model_class: A class of transformers: ``AutoModelForCausalLM``, ``BertForSequenceClassification`` ...
-        path: A folder or a name on the hub, with safetensors or ``pytorch_model.bin`` in any number of files. Or a
-            folder that ``save_parallelized`` wrote, on any mesh, which must hold exactly the model's tensors.
-        config, policy: See :func:`autopar.initialize`.
+        model_class: A class of transformers, such as ``AutoModelForCausalLM`` or ``BertForSequenceClassification``.
+        path: A folder or a name on the hub with safetensors or ``pytorch_model.bin`` files, or a folder of
+            ``save_parallelized`` from any mesh, which must hold exactly the model's tensors.
+        config, policy: The config and policy, as for :func:`autopar.initialize`.
         optimizer: A function that makes the optimizer of a model whose weights have no values yet:
-            ``lambda model: torch.optim.AdamW(model.parameters(), lr=3e-5)``. The config's ``zero``, ``precision`` and
-            ``gradient_clipping`` happen inside of its ``step``, as with ``initialize(model, config, optimizer=...)``.
+            ``lambda model: torch.optim.AdamW(model.parameters(), lr=3e-5)``. Its ``step`` applies the config's
+            ``zero``, ``precision`` and ``gradient_clipping``, as with ``initialize(model, config, optimizer=...)``.
         model_config: The ``config`` of transformers; by default the checkpoint's.
-        dtype: The dtype of the model; "auto" takes that of the checkpoint's config, and for shards each tensor's:
-            float32 for a model with an optimizer, if the run that saved them kept float32 weights next to
-            half-precision ones (``precision``) and this config does not. Weights that transformers keeps in float32
-            stay in it.
-        strict: True to raise if the checkpoint lacks a tensor or holds one that the model does not know.
-        verify: True to compare the checksums of a folder that ``save_parallelized`` wrote, including its config; the
-            ranks share the work.
-        kwargs: Arguments of transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...
+        dtype: The dtype of the model. "auto" uses the dtype of the checkpoint's config, and for shards each tensor's
+            dtype. With an optimizer "auto" is float32 if the saved run kept float32 weights (``precision``) and this
+            config does not. Weights that transformers keeps in float32 stay in float32.
+        strict: True to raise if the checkpoint has missing or unexpected tensors.
+        verify: True to compare the checksums of a folder of ``save_parallelized``; the ranks share the work.
+        kwargs: Further arguments of transformers, such as ``revision``, ``trust_remote_code`` or ``num_labels``.
 
     Returns:
-        The parallelized model, in evaluation mode; with ``optimizer`` also that; with ``output_loading_info=True`` also
-        the missing tensors. In this order.
+        The parallelized model in evaluation mode, followed by the optimizer if there is one, and by the missing tensors
+        with ``output_loading_info=True``.
 
     Raises:
         CheckpointError: A file is missing, truncated or damaged, or tensors do not have the model's shapes.
-        ConfigError: An argument makes no sense here (quantization, ``device_map``) or is unknown to transformers; a
-            call inside :func:`autopar.lazy_init`.
-        ConfigError, UnsupportedModelError, PolicyError, ConsistencyError: See :func:`autopar.initialize`.
+        ConfigError: An argument is not supported (quantization, ``device_map``) or unknown to transformers, or the call
+            is inside :func:`autopar.lazy_init`.
+        UnsupportedModelError, PolicyError, ConsistencyError: As for :func:`autopar.initialize`.
     """
     wanted_info = kwargs.pop("output_loading_info", False)
 
@@ -98,7 +96,7 @@ def from_pretrained(
         model, info = _load(model_class, path, config, given, strict, verify, optimizer is not None)
         made = None if optimizer is None else optimizer(model)
         if made is not None and not isinstance(made, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer= returned {clip(repr(made), 60)}: it must return a torch.optim.Optimizer")
+            raise ConfigError(f"optimizer= must return a torch.optim.Optimizer, got {clip(repr(made), 60)}")
         return model, info, made
 
     model, info, made = same_on_every_rank(
@@ -112,7 +110,7 @@ def from_pretrained(
 def _load(
     model_class: Any, path: Any, config: Any, given: dict[str, Any], strict: bool, verify: bool, trained: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Build a lazy model with values in a checkpoint, and return its missing tensors. ``given`` is for transformers."""
+    """Build a lazy model of a checkpoint; return it and its missing tensors. ``given``: arguments of transformers."""
     folder = Path(path) / (given.get("subfolder") or "")
     _check_quantized(folder)
     try:
@@ -123,7 +121,7 @@ def _load(
                 model, info = model_class.from_pretrained(path, **given, output_loading_info=True)
     except (AutoparError, Warning):
         raise
-    except Exception as error:  # whatever transformers stumbles over
+    except Exception as error:  # transformers may raise any error
         own = {name: value for name, value in given.items() if name not in ("config", "dtype")}
         raise explained(error, folder, own) from error
     if strict and (info["missing_keys"] or info["unexpected_keys"]):
@@ -132,10 +130,10 @@ def _load(
 
 
 def _check_quantized(folder: Path) -> None:
-    """Check how weights in a folder are quantized, before transformers wants another package to be installed."""
+    """Check the quantization of a folder's weights before transformers, which may need another package."""
     path, text = folder / "config.json", b""
-    with contextlib.suppress(OSError):  # transformers raises it
-        text = path.read_bytes() if path.is_file() else b""  # a named pipe might be read forever
+    with contextlib.suppress(OSError):  # transformers raises the error
+        text = path.read_bytes() if path.is_file() else b""  # reading a named pipe would block
     if b'"quant_method"' in text and (quantized := registry.entry("quantizers", "transformers")) is not None:
         quantized.check_config(str(folder), text)
 
@@ -147,12 +145,14 @@ def _checked(
     if str(getattr(model_class, "__module__", "")).partition(".")[0] == "peft":
         raise ConfigError(adapter_first(str(path)))
     if in_lazy_init():
-        raise ConfigError("from_pretrained inside lazy_init would make a model without memory: call it after the with.")
+        raise ConfigError(
+            "autopar.from_pretrained is not supported inside of lazy_init\n  Call it after leaving `with lazy_init():`."
+        )
     if not callable(getattr(model_class, "from_pretrained", None)):
         raise ConfigError(
-            f"the first argument must be a model class of transformers, not {clip(repr(model_class), 60)}:\n"
-            "  autopar.from_pretrained(AutoModelForCausalLM, folder_or_name, config). Other modules are passed to\n"
-            "  autopar.initialize(model, config, policy=...); model.from_parallelized(folder) loads their shards."
+            f"the first argument must be a model class of transformers, got {clip(repr(model_class), 60)}\n"
+            "  Call autopar.from_pretrained(AutoModelForCausalLM, folder_or_name, config). For other modules use\n"
+            "  autopar.initialize(model, config, policy=...) and model.from_parallelized(folder)."
         )
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"path={path!r} must be a folder or a name on the hub")
@@ -160,14 +160,14 @@ def _checked(
         raise ConfigError("config= must be autopar's config, and model_config= a config of transformers")
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise ConfigError(
-            f"optimizer= must be a function of the model, not {clip(repr(optimizer), 60)}: parameters are made here\n"
-            "  optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-5)"
+            f"optimizer= must be a function of the model, got {clip(repr(optimizer), 60)}\n"
+            "  Use optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-5)."
         )
     for name, value in kwargs.items():
         if name in _REFUSED and value is not None:
-            raise ConfigError(f"from_pretrained does not take {name}: {_REFUSED[name]}.")
+            raise ConfigError(f"from_pretrained does not support {name}: {_REFUSED[name]}.")
     given = dict(kwargs)
-    older = given.pop("torch_dtype", None)  # its name before transformers 5
+    older = given.pop("torch_dtype", None)  # the name before transformers 5
     wanted: Any = older if older is not None and dtype in (None, "auto") else dtype or "auto"
     chosen = wanted
     if wanted != "auto":
@@ -180,12 +180,12 @@ def _checked(
 def _from_shards(
     model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any], trained: bool
 ) -> PreTrainedModel:
-    """Build a lazy model whose values are in the shards of a checkpoint of ours; ``trained``: with an optimizer."""
-    shards = Shards(folder)
+    """Build a lazy model of a sharded checkpoint; ``trained``: True with an optimizer."""
+    shards = ShardReader(folder)
     if count := len(shards.manifest.base.forms):
         raise ConfigError(
-            f"{folder} holds {count} quantized weights in shards, or adapters of them: load such a base, and call "
-            "from_parallelized\n  of the parallel model; or run `autopar merge SRC DST` and load DST."
+            f"{folder} holds {count} quantized weights in shards, or adapters of them, which from_pretrained does not "
+            "support\n  Load the base model and call from_parallelized, or run `autopar merge SRC DST` and load DST."
         )
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if dist.is_initialized():
@@ -203,7 +203,7 @@ def _from_shards(
     beside_half = parsed.precision != "fp32" and not parsed.fully_sharded
     saved = shards.manifest.training.get("optimizer")
     if trained and dtype == "auto" and not beside_half and isinstance(saved, dict) and saved.get("masters"):
-        dtype = torch.float32  # the fp32 weights that from_parallelized(optimizer=) finds have no other place
+        dtype = torch.float32  # so that from_parallelized(optimizer=) can load the fp32 weights
     with lazy_init():
         model = _built(model_class, folder, dtype, options)
     point_to(model, shards, dtype)
@@ -216,7 +216,7 @@ def _from_shards(
 
 
 def _built(model_class: Any, folder: Path, dtype: str | torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
-    """Build the model of its config, or the one in ``options``; the constructor gets all other options."""
+    """Build the model of the folder's config, or of the config in ``options``; the constructor gets other options."""
     hf_config, trust = copy.deepcopy(options.pop("config", None)), options.pop("trust_remote_code", None)
     if hf_config is None:
         names = ("attn_implementation", "experts_implementation")

@@ -29,13 +29,11 @@ class Step:
     """A step of ``initialize``.
 
     Attributes:
-        function: Name of ``step(model, state, given)``, as in :mod:`autopar.setup.steps`. It changes the model in
-        place,
-            and puts a function that undoes that onto ``state.undo``.
-        after: Name of the step before it: one of the core, or of a feature earlier in the alphabet. Steps after the
-        same
-            one run in the reverse order of their features' names.
-        always: True if ``initialize`` makes it also where the configuration does not ask for the feature.
+        function: The path of ``step(model, state, given)``, as in :mod:`autopar.setup.steps`. It changes the model in
+            place, and appends a function that undoes the change to ``state.undo``.
+        after: The name of the step before it, a step of the core or of a feature earlier in the alphabet. Steps after
+            the same step run in the reverse order of their features' names.
+        always: True if ``initialize`` runs it also if the configuration does not use the feature.
     """
 
     function: str
@@ -48,11 +46,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Extension:
-    """A rule of policies that extends one of the core, such as ``{scaled_row: heads, scale: 0.5}``.
+    """A rule of policies that extends a rule of the core, such as ``{scaled_row: heads, scale: 0.5}``.
 
     Attributes:
-        rule: Rule of the core by which the layer is sharded, ``column``, ``row`` or ``embedding``.
-        numbers: Further keys, each with a number. The plan of the module has them in ``ModulePlan.extension``, for a
+        rule: The rule of the core that shards the layer: ``column``, ``row`` or ``embedding``.
+        numbers: The further keys, each with a number. They are in ``ModulePlan.extension`` of the module's plan, for a
             step of the feature that swaps its class (:func:`autopar.swap.swap`).
     """
 
@@ -67,59 +65,59 @@ class Extension:
 class Feature:
     """The entries of one feature. Each attribute below ``library`` is a table.
 
-    Planners and steps of a feature that :data:`SETTINGS` names are called where a configuration asks for it (a step may
-    say ``always``); entries of another feature in every ``initialize``. Functions that plan only read the model, and
-    send nothing; their results must be identical on all ranks.
+    Planners and steps of a feature in :data:`SETTINGS` are called if the configuration uses it (or with ``always``),
+    and entries of other features in every ``initialize``. Functions that plan must not change the model or communicate,
+    and their results must be identical on all ranks.
 
     Attributes:
-        name: Name of its folder.
-        about: Its purpose in a few words, for lists.
-        library: Package whose objects it is for, or "". The feature adds nothing until the user has imported it.
-        names: Public names of ``autopar``, which :data:`OF_FEATURES` lists. Imported when the name is first used.
-        commands: Commands of the command line. Importing one adds it to :data:`autopar.cli.app.app`, without torch.
-        policies: Words that a user may write in place of a policy; the core asks for ``derive``. ``tree(model)`` is
+        name: The name of its folder.
+        about: The purpose in a few words, for lists.
+        library: The package whose objects it is for, or "". The feature adds nothing until the user has imported it.
+        names: The public names of ``autopar`` in :data:`OF_FEATURES`, imported at their first use.
+        commands: The commands of the command line. Importing one adds it to :data:`autopar.cli.app.app`, without torch.
+        policies: The words that a user may write instead of a policy; the core requests ``derive``. ``tree(model)`` is
             called once in an ``initialize``, and returns the YAML of a policy as plain data.
-        variables: Variables of the environment. ``begin()`` is called first in every ``initialize`` where one is set.
-        toolbox: Names of ``autopar.tensor_parallel``; the object is imported when the name is first used.
-        mesh_names: Classes whose own methods the mesh (:class:`autopar.distributed.mesh.MPU`, ``self``) has. They are
-            looked up when a name is used that the mesh lacks.
-        transports: Carriers of collectives between the ranks of one axis. ``choose(axis, group, asked, control)`` is
-            called once for the tensor-parallel axis when a mesh is made, on all its ranks. It returns the transport, or
-            None: the process group carries them.
-        planners: Plans of the feature. ``plan(plans, config, stages)`` is called when tensors and stages are planned
+        variables: The variables of the environment. ``begin()`` is called first in every ``initialize`` if one is set.
+        toolbox: The names of ``autopar.tensor_parallel``, imported at their first use.
+        mesh_names: The classes whose methods are added to the mesh (:class:`autopar.distributed.mesh.MPU`, ``self``),
+            looked up for a name that the mesh lacks.
+        transports: The transports of collectives between the ranks of one axis.
+            ``choose(axis, group, asked, control)`` is called once for the tensor-parallel axis of a new mesh, on
+            all its ranks. It returns the transport, or None to use the process group.
+        planners: The plans of the feature. ``plan(plans, config, stages)`` is called with planned tensors and stages
             (:class:`autopar.dry_run.plan_model.ModelPlans`), in the order of names. Its result (None: the feature is
-            not used) is kept under the entry's name, in ``Plans.features`` and ``Parallelized.features``; ranks compare
+            not used) is kept under the entry's name in ``Plans.features`` and ``Parallelized.features``; ranks compare
             its ``to_json()``.
-        matches: Keys of a policy's rules that lay modules over more ranks than tensor parallelism does; the core
-            asks for ``by_expert``. ``lay(matches, root, ranks)`` is called before matches become layouts. It returns
-            the matches to continue with (``RuleMatch.rules`` makes layouts of one), the attributes that change, and the
-            rules of plans whose modules it lays so.
-        additions: Modules in a model that its policy does not describe. ``addition(root)`` is made for each plan.
-            ``check(tp, pp)`` is called before anything is planned, and raises ConfigError.
-            ``rules(matches, modules, tp)`` is called when the modules of the policy have plans. It yields each rule
-            with the match whose units it has.
-        guards: Checks of values that ranks compare. ``forward``:
+        matches: The keys of a policy's rules that shard modules over more ranks than tensor parallelism; the core
+            requests ``by_expert``. ``lay(matches, root, ranks)`` is called before matches become layouts. It returns
+            the matches to continue with (``RuleMatch.rules`` makes the layouts), the attributes that change, and the
+            kinds of rules of these modules.
+        additions: The modules in a model that its policy does not describe. ``addition(root)`` is made for each plan.
+            ``check(tp, pp)`` is called before planning, and raises ConfigError. ``rules(matches, modules, tp)`` is
+            called after the policy's modules have plans. It yields each rule with the match whose units it has.
+        guards: The checks of values that ranks compare. ``forward``:
             ``make(inner, mpu, config, failures, draws, steps)`` is called for each model of which several ranks get the
-            same batch. It returns an object whose ``before_forward``, ``after_forward``, ``report``, ``reset``,
-            ``check_call`` and ``first_only(compare, watch)`` the hooks of the model call on every rank. They read its
+            same batch. The model's hooks call ``before_forward``, ``after_forward``, ``report``, ``reset``,
+            ``check_call`` and ``first_only(compare, watch)`` of the returned object on every rank. They read its
             ``is_silent``, and set ``begun`` to the values of the functions in ``Region.beginning``. ``step``:
-            ``make(mpu, failures, whole_every, experts)`` is called where there are replicas;
+            ``make(mpu, failures, whole_every, experts)`` is called if there are replicas, and
             ``compare(optimizer, progress, closure, scaled)`` of its result before each step.
-        rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
-            puts before the class of a module, when layers are swapped; or a function of that class that returns it.
-            ``autopar_state`` of a mixin names the attributes that its instances add.
-        extensions: Rules of policies, by their name.
-        steps: Steps of ``initialize``, by name.
-        forms: Forms in which a library keeps weights (packed, with scales), by the library's module that makes them.
-            Where that module is loaded, ``find(module)`` is called with layers, at any time but in a forward. It
-            returns the :class:`autopar.stored.StoredWeight` of the layer, or None.
-        quantizers: Models that another library quantizes, by its name: an object whose three methods raise ConfigError
-            for what cannot be sharded. ``check(what, method)`` is called before such a model is planned or read, and
-            ``check_config(what, text)`` with its ``config.json`` before that. ``read(load, model, config)`` returns the
-            function that loads it without memory, and the config for that.
-        parts: Parts of a checkpoint, by name: an object with two methods. ``collect(model, state)`` is called by a save
-            and returns tensors, plans and notes. ``restore(model, state, shards, check=True)`` is called by a load
-            before anything is changed, and then without ``check``.
+        rules: The rules of plans. An entry is the mixin that
+            :func:`autopar.tensor_parallel.region_modules.region_class` puts before the class of a module when layers
+            are swapped, or a function of that class that returns the mixin. ``autopar_state`` of a mixin lists the
+            attributes that its instances add.
+        extensions: The rules of policies, by name.
+        steps: The steps of ``initialize``, by name.
+        forms: The forms in which a library stores weights (packed, with scales), by the library's module. If that
+            module is loaded, ``find(module)`` is called with layers, at any time outside of a forward. It returns the
+            :class:`autopar.stored.StoredWeight` of the layer, or None.
+        quantizers: The models that another library quantizes, by its name: an object with three methods, which raise
+            ConfigError for unsupported models. ``check(what, method)`` is called before such a model is planned or
+            read, and ``check_config(what, text)`` with its ``config.json`` before that. ``read(load, model, config)``
+            returns the function that loads it without memory, and its config.
+        parts: The parts of a checkpoint, by name: an object with two methods. ``collect(model, state)`` is called by a
+            save and returns tensors, plans and notes. ``restore(model, state, shards, check=True)`` is called by a load
+            before anything changes, and then without ``check``.
     """
 
     name: str
@@ -145,7 +143,7 @@ class Feature:
 
 
 TABLES = tuple(each.name for each in fields(Feature))[3:]
-# Fields of a configuration that ask for a feature with any value but these.
+# Fields of a configuration that use a feature with any value except these.
 SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "activation_checkpointing": ("activation_checkpointing", (False,)),
     "context_parallel_size": ("context_parallel", (1,)),
@@ -165,7 +163,7 @@ OF_FEATURES: Mapping[str, str] = {
     **dict.fromkeys(("gather_for_metrics", "prepare_dataloader"), "data_loader"),
 }
 
-# Entries that a policy, a model, user code or the environment asks for -> the feature that has them.
+# Entries that a policy, a model, user code or the environment uses -> the feature that has them.
 HOMES: Mapping[str, str] = {
     **OF_FEATURES,
     **dict.fromkeys((*RULES, "router_loss"), "experts"),
@@ -187,7 +185,7 @@ def features() -> tuple[Feature, ...]:
     """Return the installed features, by name.
 
     Raises:
-        ConfigError: one of another distribution cannot be imported, or two have one name.
+        ConfigError: A feature of another distribution cannot be imported, or two have the same name.
     """
     names = [TOOLS] if _is_there(TOOLS) else []
     if _is_there(GROUP):
@@ -200,20 +198,20 @@ def features() -> tuple[Feature, ...]:
         except Exception as error:
             raise ConfigError(f"feature {point.name} ({point.value}) cannot be imported: {error}") from error
         if feature.name in found:
-            raise ConfigError(f"feature {feature.name} ({point.value}) is installed already: rename it or remove one")
+            raise ConfigError(f"feature {feature.name} ({point.value}) is installed already\n  Rename one of them.")
         found[feature.name] = feature
     return tuple(found[name] for name in sorted(found))
 
 
 def _entry_points() -> Iterable[Any]:
-    from importlib.metadata import entry_points  # half of the time of import autopar
+    from importlib.metadata import entry_points  # takes half of the time of import autopar
 
     return entry_points(group=GROUP)
 
 
 def _is_there(package: str) -> bool:
     spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None  # a folder of which only caches are left has none
+    return spec is not None and spec.origin is not None  # None for a folder with only caches
 
 
 def load(entry: str) -> Any:
@@ -223,10 +221,10 @@ def load(entry: str) -> Any:
 
 
 def entries(table: str, config: Any = None) -> Iterator[tuple[str, Any]]:
-    """Yield name and object of all entries of a table, in the order of features' names, each imported now.
+    """Import and yield all entries ``(name, object)`` of a table, in the order of features' names.
 
     Args:
-        config: A configuration, which must ask for the feature; None: entries of all features.
+        config: The configuration that must use the feature; None for all features.
     """
     for feature in asked(config):
         for name, entry in getattr(feature, table).items():
@@ -237,10 +235,10 @@ def entry(table: str, name: str, what: str = "") -> Any:
     """Return the object of one entry; None if no feature has it.
 
     Args:
-        what: The reason why the feature that :data:`HOMES` names for it must be installed; "" if it need not be.
+        what: The reason why its feature in :data:`HOMES` must be installed; "" if it is optional.
 
     Raises:
-        ConfigError: That feature is not installed.
+        ConfigError: The feature is required and not installed.
     """
     found = next((known[name] for known in (getattr(each, table) for each in features()) if name in known), None)
     if what and name in HOMES:
@@ -265,12 +263,12 @@ def public_name(name: str) -> Any:
 def lazy_names(
     package: str, homes: Mapping[str, str | Callable[[str], Any]], hint: Callable[[str], str] = lambda name: ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package whose public names are loaded when they are first used.
+    """Return ``__getattr__`` and ``__dir__`` of a package that imports its public names at their first use.
 
     Args:
-        package: Its ``__name__``.
-        homes: Name -> the module that has it (``package.name`` is that module itself), or a function that finds it.
-        hint: Function of a missing name that returns the end of the error.
+        package: The ``__name__`` of the package.
+        homes: Name -> the module that has it (``package.name`` for a module), or a function that finds it.
+        hint: A function of a missing name that returns the end of the error.
     """
 
     def find(name: str) -> Any:
@@ -290,7 +288,7 @@ def lazy_names(
 
 
 def asked(config: Any) -> list[Feature]:
-    """Return the features that a configuration asks for, and those that no setting turns on; of None: all of them."""
+    """Return the features that a configuration uses, and features without a setting; None: all features."""
     if config is None:
         return _usable()
     turned = {feature: getattr(config, key) not in without for key, (feature, without) in SETTINGS.items()}
@@ -302,10 +300,10 @@ def _usable() -> list[Feature]:
 
 
 def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable[..., Any], ...]:
-    """Return the steps of the core and of the configuration's features, each after the step that it names.
+    """Return the steps of the core and of the configuration's features, each after its ``after``.
 
     Raises:
-        ConfigError: no step has the name.
+        ConfigError: A step in ``after`` does not exist.
     """
     ordered: list[Callable[..., Any] | None] = list(steps)
     names, turned_on, usable = [step.__name__ for step in steps], asked(config), _usable()
@@ -321,14 +319,14 @@ def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable
 
 
 def begin_asked() -> None:
-    """Begin the features of the environment's variables. Raises ConfigError if one is not installed."""
+    """Start the features of the environment's variables. Raises ConfigError if one is not installed."""
     for name in dict.fromkeys([TRACE, *(name for each in features() for name in each.variables)]):
         if value := os.environ.get(name):
             entry("variables", name, f"{name}={value}")()
 
 
 def check_settings(config: Any) -> None:
-    """Raise ConfigError if a configuration asks for a feature that is not installed."""
+    """Raise ConfigError if a configuration uses a feature that is not installed."""
     for key, (feature, without) in SETTINGS.items():
         value = getattr(config, key)
         if value not in without:
@@ -336,12 +334,12 @@ def check_settings(config: Any) -> None:
 
 
 def installed(name: str) -> bool:
-    """Return whether a feature is installed, or the one that :data:`HOMES` names for an entry."""
+    """Return whether a feature, or the feature of an entry in :data:`HOMES`, is installed."""
     return any(each.name == HOMES.get(name, name) for each in features())
 
 
 def missing(name: str, what: str) -> str:
-    """Return the end of an error: ``what`` needs a feature (:func:`installed`); "" if that is installed."""
+    """Return the end of an error, that ``what`` needs a feature (:func:`installed`); "" if it is installed."""
     return "" if installed(name) else f" {what} need the feature '{HOMES.get(name, name)}', which is not installed."
 
 
@@ -356,5 +354,5 @@ def need(name: str, what: str) -> None:
         folder = "autopar/tools" if feature == "tools" else f"autopar/features/{feature}"
         raise ConfigError(
             f"{what} needs the feature '{feature}', which is not installed.\n"
-            f"  Installed: {', '.join(names) or 'none'}. Put the folder {folder} back."
+            f"  Installed: {', '.join(names) or 'none'}. Restore the folder {folder}."
         )

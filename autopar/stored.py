@@ -1,7 +1,7 @@
-"""Weights that a library stores in another form than a tensor of their shape, as quantized weights are.
+"""Weights that a library stores in another form than a tensor of their shape, such as quantized weights.
 
-A feature finds them in layers (table ``forms`` of :class:`autopar.registry.Feature`), shards and gathers them. To a
-plan the layer of such a weight is an ``nn.Linear`` with a :class:`StandIn` (:func:`as_plain`).
+A feature finds them in layers (table ``forms`` of :class:`autopar.registry.Feature`), shards and gathers them. In a
+plan their layer is an ``nn.Linear`` with a :class:`StandIn` (:func:`as_plain`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from autopar import registry
 from autopar.compat.tensors import own_parameters
 from autopar.layout import Layout
 
-_LIBRARIES = ("bitsandbytes", "torchao")  # packages whose classes of parameters are such weights
+_LIBRARIES = ("bitsandbytes", "torchao")  # packages with parameter classes for such weights
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A form of weights, before there are any.
+    """A form of weights.
 
     Attributes:
         form: The name of the form, for messages and plans.
-        block: Elements along each dim, next to each other, that must be on one rank.
-        takes_rows: True if the layer computes a number from all inputs of a token.
+        block: The number of consecutive elements along each dim that must be on one rank.
+        takes_rows: True if the layer computes a value (a scale) from all inputs of a token.
     """
 
     form: str
@@ -56,8 +56,8 @@ class StoredWeight(Protocol):
         kind: The form of the weight.
         shape: The shape of the weight, ``(out, in)``.
         pending: True if it has no memory yet, and :meth:`materialize` makes it.
-        hidden: Attributes of the layer that hold tensors of the weight, too.
-        dtype: The dtype of a parameter that looks like the weight and has no memory; None if the parameter has some.
+        hidden: The attributes of the layer that hold further tensors of the weight.
+        dtype: The dtype of a parameter that stands for the weight without memory; None if it has memory.
     """
 
     kind: Kind
@@ -67,10 +67,10 @@ class StoredWeight(Protocol):
     dtype: torch.dtype | None = None
 
     def layer_class(self, rule: str) -> Any:
-        """Return the class of a ``column`` or ``row`` layer, which is mixed with the class of the library."""
+        """Return the mixin of a ``column`` or ``row`` layer for the class of the library."""
 
     def shard(self, layout: Layout, rank: int) -> None:
-        """Keep the shard of ``rank``; no communication."""
+        """Keep only the shard of ``rank``, without communication."""
 
     def join(self, layout: Layout, axis: Any) -> None:
         """Undo :meth:`shard`; a collective of the axis."""
@@ -78,11 +78,11 @@ class StoredWeight(Protocol):
     def materialize(self, source: Any, layout: Layout | None, mpu: Any, read: Callable[[], torch.Tensor]) -> None:
         """Make this rank's shard of a pending weight from the lazy tensor ``source``.
 
-        ``read`` returns this rank's shard of the plain weight, if the weight was drawn and ``source`` is None.
+        ``read`` returns this rank's shard of the dequantized weight if ``source`` is None (random initialization).
         """
 
     def beside(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the weight next to the parameter, by name."""
+        """Return the further tensors of the weight besides the parameter, by name."""
 
     def check_dtype(self, path: str, dtype: torch.dtype) -> None:
         """Raise ConfigError if the layer at ``path`` cannot multiply inputs of this dtype."""
@@ -100,13 +100,13 @@ class StoredWeight(Protocol):
 
 
 class StandIn(nn.Parameter):
-    """Stands for a stored weight while a plan is made: of its shape and kind, without memory."""
+    """A placeholder for a stored weight in a plan, with its shape and kind but without memory."""
 
     kind: Kind
 
 
 def stand_in(shape: tuple[int, int], dtype: torch.dtype, kind: Kind) -> StandIn:
-    """Return what stands for a weight of this shape."""
+    """Make the placeholder for a weight of this shape."""
     made = StandIn(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
     made.kind = kind
     return made
@@ -118,7 +118,7 @@ def _finders() -> list[Callable[[nn.Module], StoredWeight | None]]:
 
 
 def stored_weight(module: nn.Module) -> StoredWeight | None:
-    """Return the stored weight of a layer; None if its weight is a plain one."""
+    """Return the stored weight of a layer; None for an ordinary weight."""
     return next(filter(None, (find(module) for find in _finders())), None)
 
 
@@ -137,7 +137,7 @@ def keep_form(model: nn.Module, keep: bool) -> None:
 
 @contextlib.contextmanager
 def form_kept(model: nn.Module) -> Iterator[None]:
-    """Keep evaluation inside of ``with`` from storing weights in another form."""
+    """Keep evaluation in the block from storing weights in another form."""
     keep_form(model, keep=True)
     try:
         yield
@@ -146,21 +146,21 @@ def form_kept(model: nn.Module) -> Iterator[None]:
 
 
 def block_of(model: nn.Module) -> int:
-    """Return how many inputs of stored weights must be on one rank together, inside of :func:`as_plain`."""
+    """Return the number of consecutive inputs of stored weights that must be on one rank (in :func:`as_plain`)."""
     return max((p.kind.block[1] for p in model.parameters() if isinstance(p, StandIn)), default=1)
 
 
 def without_memory(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that look like weights and have no memory of their own."""
+    """Return the ids of parameters that stand for stored weights without memory."""
     held = ((model.get_submodule(path), stored) for path, stored in stored_weights(model).items())
     return {id(own_parameters(module)["weight"]) for module, stored in held if stored.dtype is not None}
 
 
 @contextlib.contextmanager
 def as_plain(model: nn.Module) -> Iterator[None]:
-    """Show layers with stored weights as ``nn.Linear`` inside of ``with``, with weights that have no memory.
+    """Show layers with stored weights as ``nn.Linear`` in the block, with weights without memory.
 
-    Raises ConfigError if the feature that knows such weights is not installed.
+    Raises ConfigError if the feature for such weights is not installed.
     """
     if any(type(parameter).__module__.partition(".")[0] in _LIBRARIES for parameter in model.parameters()):
         registry.need("transformers", f"{type(model).__name__} with quantized weights")
@@ -182,14 +182,14 @@ def as_plain(model: nn.Module) -> Iterator[None]:
 
 
 def quantizers(what: str, quantizer: Any) -> Any:
-    """Return the entry ``quantizers`` of a model that ``quantizer`` quantized; None if its weights are plain.
+    """Return the entry ``quantizers`` of a model that ``quantizer`` quantized; None if it is dequantized on loading.
 
     Raises:
         ConfigError: The form cannot be sharded, or the feature is not installed.
     """
     plain = quantizer is None or (
         quantizer.pre_quantized and getattr(quantizer.quantization_config, "dequantize", False)
-    )  # transformers makes plain weights of quantized ones while it loads them
+    )  # transformers dequantizes weights while it loads them
     if plain:
         return None
     found = registry.entry("quantizers", "transformers", f"{what} with quantized weights")

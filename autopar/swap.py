@@ -1,13 +1,13 @@
-"""New behaviour for an object that keeps its identity: another class, with a mixin before its own; methods; storage.
+"""Change the class, methods or storage of an object that keeps its identity.
 
-A layer, a block or an output gets it without a wrapper around it: its name, its parameters and ``isinstance`` checks
-stay. torch's FSDP2 does the same (``torch/distributed/fsdp/_fully_shard``).
+A mixin is put before the class of a layer, a block or an output, instead of a wrapper around it. Its name, parameters
+and ``isinstance`` checks do not change. torch's FSDP2 does the same (``torch/distributed/fsdp/_fully_shard``).
 
-Methods have owners. Tensor parallelism, the pipeline and checkpoints each bind some. None replaces another's, so the
-order in which they do it does not matter, and each unbinds its own.
+Bound methods have owners: tensor parallelism, the pipeline and checkpoints. An owner never replaces a method of another
+owner and unbinds only its methods, so the order does not matter.
 
-A module's view of the model's config shares its state and has local sizes: attention that reads
-``self.config.num_attention_heads`` must see this rank's number, while the model's config keeps the full one.
+A module's view of the model's config shares its state but has local sizes: attention that reads
+``self.config.num_attention_heads`` must see this rank's number, while the model's config keeps the full number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OWNERS = "_autopar_methods"
 
 
 class NotCopied:
-    """An object that copies of a model share: ``copy.deepcopy`` gives the object itself."""
+    """An object that copies of a model share: ``copy.deepcopy`` returns the object itself."""
 
     __slots__ = ()
 
@@ -42,14 +42,14 @@ def mixed_class(mixin: type, plain: type, name: str = "") -> Any:
     """Return the class ``(mixin, plain)``, one for each pair.
 
     Args:
-        name: Its name; by default ``plain``'s: transformers finds recorded outputs by the class as text.
+        name: The name of the class; by default ``plain``'s, by which transformers finds recorded outputs.
     """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__} if not name else {}
     return type(name or plain.__name__, (mixin, plain), {**names, "_autopar_plain": plain})
 
 
 def swap(target: Any, mixin: type, **attributes: Any) -> None:
-    """Put ``mixin`` before the class of ``target``, and set ``attributes`` on it; once only."""
+    """Put ``mixin`` before the class of ``target``, unless it is there, and set ``attributes`` on ``target``."""
     kind: Any = type(target)
     if not isinstance(target, mixin):
         target.__class__ = mixed_class(mixin, kind)
@@ -58,36 +58,36 @@ def swap(target: Any, mixin: type, **attributes: Any) -> None:
 
 
 def plain_class(target: Any, mixin: type) -> Any:
-    """Return the class that ``target`` had before ``mixin``, or has if it was not swapped."""
+    """Return the class of ``target`` before :func:`swap`, or its class if it was not swapped."""
     kinds: tuple[Any, ...] = type(target).__mro__
     return next((kind._autopar_plain for kind in kinds if kind.__mro__[1:2] == (mixin,)), kinds[0])
 
 
 def unswap(target: Any, mixin: type, *attributes: str) -> None:
-    """Undo :func:`swap`, and delete ``attributes``; TypeError if a later mixin is still there."""
+    """Undo :func:`swap`, and delete ``attributes``. Raises TypeError if a later mixin is still in place."""
     kind: Any = type(target)
     if isinstance(target, mixin):
         if mixin is not kind.__mro__[1]:
-            raise TypeError(f"{mixin.__name__} is not the last swap of a {kind.__name__}: undo the later first")
+            raise TypeError(f"{mixin.__name__} must be the last swap of a {kind.__name__}: undo later swaps first")
         target.__class__ = kind._autopar_plain
     for name in attributes:
         vars(target).pop(name, None)
 
 
 def argument_names(module: Any) -> tuple[str, ...]:
-    """Return the names of the arguments of the forward of a module, or of a class of modules."""
+    """Return the argument names of the forward of a module or a class of modules."""
     return _names_of(module if isinstance(module, type) else type(module))
 
 
 @functools.cache
 def _names_of(kind: Any) -> tuple[str, ...]:
     while (swapped := next((each for each in kind.__mro__ if "_autopar_plain" in vars(each)), None)) is not None:
-        kind = swapped._autopar_plain  # also below a class that FSDP2 has put on top
+        kind = swapped._autopar_plain  # also below FSDP2's class
     return tuple(name for name in inspect.signature(inspect.unwrap(kind.forward)).parameters if name != "self")
 
 
 def given_by_name(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the arguments of a forward and their names, in the order in which they were given."""
+    """Return ``(name, value)`` for the arguments of a forward, in the order of the call."""
     names = argument_names(module)
     given = [(names[place] if place < len(names) else f"argument {place}", x) for place, x in enumerate(args)]
     return [*given, *kwargs.items()]
@@ -96,26 +96,26 @@ def given_by_name(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def change_given(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[str, Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of a forward, each of them changed: ``change(name, value)``."""
+    """Return the arguments of a forward with each value replaced by ``change(name, value)``."""
     values = [change(name, value) for name, value in given_by_name(module, args, kwargs)]
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 
 def bind(module: nn.Module, owner: str, **methods: Callable[..., Any]) -> None:
-    """Bind methods to ``module``, which ``copy.deepcopy`` binds to the copy.
+    """Bind methods to ``module``; ``copy.deepcopy`` binds them to the copy.
 
     Raises:
-        RuntimeError: another owner has bound one of that name.
+        RuntimeError: Another owner has bound a method of the same name.
     """
     owners: dict[str, str] = module.__dict__.setdefault(_OWNERS, {})
     for name, function in methods.items():
         if owners.setdefault(name, owner) != owner:
-            raise RuntimeError(f"{type(module).__name__}.{name} is {owners[name]}'s: {owner} cannot replace it")
+            raise RuntimeError(f"{type(module).__name__}.{name} belongs to {owners[name]}; {owner} cannot replace it")
         module.__dict__[name] = MethodType(function, module)
 
 
 def unbind(model: nn.Module, owner: str) -> None:
-    """Take away what ``owner`` has given to ``model`` and the modules in it."""
+    """Remove the methods of ``owner`` from ``model`` and its submodules."""
     for module in model.modules():
         owners: dict[str, str] = module.__dict__.get(_OWNERS, {})
         for name in [name for name, other in owners.items() if other == owner]:
@@ -126,20 +126,20 @@ def unbind(model: nn.Module, owner: str) -> None:
 
 
 def replace_storage(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter other storage, also on another kind of device, which ``parameter.data =`` refuses to do.
+    """Replace the storage of a parameter, also by one on another kind of device, which ``parameter.data =`` cannot do.
 
-    The object stays the same one: optimizers, ties and lists of parameters continue to point to it.
+    The object stays the same, so optimizers, ties and lists of parameters remain valid.
     """
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
-    if weakref.getweakrefs(parameter):  # an LSTM has some; the object stays, so they stay right
+    if weakref.getweakrefs(parameter):  # an LSTM has weak references; they stay valid
         swap_implementation(parameter, other)
     else:
         torch.utils.swap_tensors(parameter, other)
 
 
 class _View:
-    """Mixin first in the MRO. Its __init_subclass__ keeps transformers from turning the view into a dataclass."""
+    """The first mixin in the MRO. Its __init_subclass__ keeps transformers from turning the view into a dataclass."""
 
     _autopar_whole: Any
     _autopar_values: dict[str, Any]
@@ -156,7 +156,7 @@ class _View:
 
 
 def config_view(config: Any) -> Any:
-    """Make a config with the state (``__dict__``) of ``config``; :func:`set_value` overrides single values."""
+    """Make a config that shares the state (``__dict__``) of ``config``; :func:`set_value` overrides single values."""
     kind: Any = type(type(config).__name__, (_View, type(config)), {})
     kind._autopar_whole, kind._autopar_values = config, {}
     view = object.__new__(kind)
@@ -181,7 +181,7 @@ def view_of_config(module: Any) -> Any:
 
 
 def drop_value(module: Any, name: str) -> None:
-    """Undo :func:`set_value` on the module's view; the config itself comes back with the last value."""
+    """Undo :func:`set_value` on the module's view; after the last value, restore the config itself."""
     if "_autopar_config" not in vars(module):
         return
     kind: Any = type(module.config)

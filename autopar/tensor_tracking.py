@@ -1,4 +1,4 @@
-"""Follow tensors through operations: the base of the dispatch modes. And tensors that are gathered when read."""
+"""The base of dispatch modes that follow tensors through operations, and of tensors that are gathered lazily."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from autopar.compat.tensors import (
 )
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types of values that are known by themselves: no tensor is in them."""
+"""Types of values that contain no tensor."""
 
 
 class TensorTracking(TorchDispatchMode):
-    """A dispatch mode that looks at every operation, and keeps no tensor that one returned, or copies.
+    """A dispatch mode that observes every operation, without keeping or copying tensors.
 
     Attributes:
-        answer: Function that carries out collectives instead of their backends, in a rehearsal; else None.
+        answer: The function that runs collectives in a rehearsal instead of their backends; otherwise None.
     """
 
     answer: Any = None
@@ -42,20 +42,20 @@ class TensorTracking(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note what ``func`` made of its arguments."""
+        """Record the result of ``func``."""
         raise NotImplementedError
 
     def as_one(self, kind: str, group: Any) -> AbstractContextManager[None]:
-        """Note one collective of that kind over a group, and none of the operations inside."""
+        """Record one collective of this kind over a group instead of the operations in the block."""
         return nullcontext()
 
 
 @contextmanager
 def as_one(kind: str, group: Any) -> Iterator[Any]:
-    """Let modes note the communication inside as one collective: it takes messages, or goes through a store.
+    """Make modes record the communication in the block (messages, or a store) as one collective.
 
     Yields:
-        The ``answer`` of a mode that carries out collectives; None outside of a rehearsal.
+        The ``answer`` of a mode that runs collectives; None outside of a rehearsal.
     """
     with ExitStack() as stack:
         modes = [mode for mode in dispatch_modes() if isinstance(mode, TensorTracking)]
@@ -68,7 +68,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Iterate over the tensors in a nested value."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in (tuple, list):  # of an operation; torch takes ten times as long
+    elif type(value) in (tuple, list):  # the results of operations; torch's tree functions are ten times slower
         for each in value:
             yield from tensors_in(each)
     elif type(value) is dict:
@@ -78,13 +78,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def parts_of(tensor: Any) -> list[torch.Tensor]:
-    """Return the tensors that one without memory is made of, as its method ``made_of`` says; another tensor itself."""
+    """Return ``tensor.made_of()`` for a tensor without memory, otherwise the tensor itself."""
     made_of = getattr(type(tensor), "made_of", None)
     return [tensor] if made_of is None else [x for part in made_of(tensor) for x in parts_of(part)]
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Return a number that views of a tensor have in common while one lives; None without a storage (sparse)."""
+    """Return a number that is shared by the views of a tensor while one exists; None without a storage (sparse)."""
     try:
         return storage_id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
@@ -92,7 +92,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def written_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the arguments that an operation writes into, by its schema."""
+    """Return the arguments that an operation mutates, by its schema."""
     if not schema_of(func).is_mutable:
         return []
     return [
@@ -103,10 +103,10 @@ def written_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     ]
 
 
-# -- tensors that are gathered when they are read ---------------------------------------------------------------------
-# A subclass says what an operation makes of parts; before any other operation the tensor becomes a plain, full one.
+# -- tensors that are gathered lazily ---------------------------------------------------------------------------------
+# A subclass defines the operations that work on its parts; any other operation first gathers the full tensor.
 
-# Answered by the tensor itself, without its elements.
+# Attributes and methods that need no elements.
 _FACTS = {
     *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous", "names", "is_same_size"),
     *("__len__", "__hash__", "output_nr", "_version", "nbytes", "retains_grad"),
@@ -115,7 +115,7 @@ _FACTS = {
     *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla", "is_mkldnn", "is_sparse", "is_sparse_csr"),
     *("is_quantized", "is_nested"),
 }
-# What makes another tensor of the same shape or type.
+# Functions that make another tensor of the same shape or type.
 _LIKE = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
@@ -127,19 +127,19 @@ class WholeOnRead(torch.Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether code has read it."""
+        """Whether code has read the tensor, so that it is gathered."""
         raise NotImplementedError
 
     def whole(self) -> torch.Tensor:
-        """Return the plain tensor; always the same one. Gradients go through it, whoever reads it first."""
+        """Return the gathered tensor, always the same object, so that all gradients go through it."""
         raise NotImplementedError
 
     def held(self) -> str:
-        """Return what this rank has of it, for a print."""
+        """Return a text about the parts on this rank, for ``repr``."""
         raise NotImplementedError
 
     def made_of(self) -> list[torch.Tensor]:
-        """Return the tensors to follow in its place (:func:`autopar.tensor_tracking.parts_of`), without gathering."""
+        """Return the tensors to follow instead, without gathering (:func:`autopar.tensor_tracking.parts_of`)."""
         raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -153,12 +153,12 @@ class WholeOnRead(torch.Tensor):
 
     @classmethod
     def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operation gives if the parts are enough for it, else None."""
+        """Return the result of an operation if the parts suffice, otherwise None."""
         return None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer from parts what can be, read for everything else."""
+        """Use the parts if possible, otherwise gather the tensor."""
         kwargs, name = kwargs or {}, name_of(func)
         first = args[0] if args else None
         if isinstance(first, WholeOnRead) and not first.is_whole:
@@ -179,18 +179,18 @@ class WholeOnRead(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Read for what does not come through Python."""
+        """Gather the tensor for operations that do not come through Python."""
         args, kwargs = tree_map_only(WholeOnRead, lambda x: x.whole().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a function, or of the attribute that is asked for."""
+    """Return the name of a function, or of the attribute of a getter."""
     name = getattr(func, "__name__", "")
     return func.__self__.__name__ if name == "__get__" else name
 
 
 def without_overrides(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch that no class is asked about."""
+    """Call a function of torch without ``__torch_function__`` of any class."""
     with no_overrides():
         return func(*args, **kwargs)

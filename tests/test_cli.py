@@ -70,11 +70,11 @@ def test_merge_options(ckpt, tmp_path):
     ("arguments", "message"),
     [
         (["merge", "nowhere", "merged"], "error: nowhere does not exist."),
-        (["merge", "ckpt", "merged", "--max-shard-size", "big"], "error: max_shard_size='big' is no size"),
+        (["merge", "ckpt", "merged", "--max-shard-size", "big"], "error: max_shard_size must be a number of bytes"),
         (["merge", "ckpt", "merged", "--format", "gguf"], "error: format='gguf' must be one of"),
         (["merge", "ckpt", "ckpt", "--force"], "error: cannot merge ckpt into"),
         (["inspect", "nowhere"], "error: nowhere does not exist."),
-        (["inspect", "."], "error: . is no checkpoint"),
+        (["inspect", "."], "error: . is not a checkpoint"),
     ],
 )
 def test_errors_are_one_line_without_traceback(ckpt, monkeypatch, arguments, message):

@@ -76,7 +76,11 @@ def test_each_mistake_has_its_message(source, message):
 def test_files_that_are_no_config(tmp_path):
     for name, text, message in (
         ("c.yaml", "a:\n- b: [", "c.yaml', line 2: cannot be parsed as YAML: "),
-        ("evil.yaml", "!!python/object/apply:os.system ['true']", "evil.yaml', line 1: has a value that plain YAML"),
+        (
+            "evil.yaml",
+            "!!python/object/apply:os.system ['true']",
+            "evil.yaml', line 1: has a tag, which is not supported",
+        ),
         ("c.json", '{"a": 1,\n"b" 2}', "c.json', line 2: cannot be parsed as JSON: Expecting ':' delimiter"),
         ("twice.json", '{"zero": {"stage": 1, "stage": 3}}', "twice.json' has the key 'stage' twice in one section"),
         ("deep.json", "[" * 100_000, "deep.json' is nested too deeply"),
@@ -117,7 +121,7 @@ def test_the_data_parallel_size_is_what_remains_of_the_world():
         ParallelConfig(3, 2).data_parallel_size(8)
     assert str(info.value) == (
         "tensor_parallel_size=3 x pipeline_parallel_size=2 = 6 does not divide the world of 8 processes.\n"
-        "  8 / 6 must be whole: it is the data-parallel size.\n"
+        "  8 / 6 must be an integer: it is the data-parallel size.\n"
         "  With 8 processes tensor_parallel_size can be 1, 2, 4; or start a multiple of 6 processes "
         "(torchrun --nproc-per-node 6)."
     )
@@ -137,7 +141,7 @@ def test_context_ranks_count_among_the_sizes():
     assert str(info.value) == (
         "tensor_parallel_size=2 x context_parallel_size=2 x pipeline_parallel_size=2 = 8 does not divide the world of "
         "6 processes.\n"
-        "  6 / 8 must be whole: it is the data-parallel size.\n"
+        "  6 / 8 must be an integer: it is the data-parallel size.\n"
         "  With 6 processes no tensor_parallel_size fits context_parallel_size=2 x pipeline_parallel_size=2; or start "
         "a multiple of 8 processes (torchrun --nproc-per-node 8)."
     )
@@ -188,7 +192,7 @@ def test_whole_experts_go_to_tensor_parallel_ranks_of_some_replicas():
     assert ParallelConfig.parse(off).expert_parallel_size == 1
     message = (
         "expert_parallel_size=2 must be 1 or a multiple of tensor_parallel_size=4: "
-        "the ranks that hold a model's other layers, and replicas of them, hold its experts"
+        "experts are sharded over the tensor-parallel ranks and some of their replicas"
     )
     for wrong in (
         {"model_parallelism": {"tensor_parallel_size": 4, "expert_parallel_size": 2}},

@@ -59,7 +59,7 @@ def test_weights_that_differ_are_not_saved(tmp_path):
     for arguments in ({}, {"merge_checkpoints": True}, {"async_save": True}):
         with raises_everywhere(
             CheckpointError,
-            "transformer.wpe.weight differs between rank 0 and rank 1, which must hold the same",
+            "transformer.wpe.weight must be identical on rank 0 and rank 1, but differs",
             "skipped an optimizer step",
         ):
             model.save_parallelized(tmp_path / "step-2", **arguments)

@@ -53,7 +53,7 @@ SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
 
 POLICIES = list(own_policies())
 # Their merged checkpoints have the names in memory (NAMES_IN_MEMORY).
-pytestmark = pytest.mark.filterwarnings("ignore:how save_pretrained converts Inkling2Loop:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:the conversion of Inkling2Loop:UserWarning")
 
 MODEL_TYPES = sorted(supported_model_types())
 COMPOSITES = {

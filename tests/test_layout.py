@@ -35,7 +35,7 @@ def test_fewer_kv_heads_than_ranks_are_replicated():
 
 
 def test_follow_refuses_a_ratio_that_is_not_whole():
-    with pytest.raises(ValueError, match="10 units cannot follow 3: 10 / 3 is not whole"):
+    with pytest.raises(ValueError, match="10 units cannot follow 3: 10 / 3 is not an integer"):
         aligned_shards(10, 3, even_shards(3, 2))
 
 
@@ -83,9 +83,9 @@ def test_empty_shards_are_fine():
 
 def test_wrong_sizes_raise_with_both_numbers():
     layout = Layout.of(0, [Block("heads", 4, 2, even_shards(4, 2))])
-    with pytest.raises(ValueError, match="dim 0 has 9 elements, the layout describes 8"):
+    with pytest.raises(ValueError, match="dim 0 must have 8 elements, as in the layout; got 9"):
         layout.shard(torch.zeros(9), 0)
-    with pytest.raises(ValueError, match="shard of rank 1 has 3 elements along dim 0, the layout describes 4"):
+    with pytest.raises(ValueError, match="shard of rank 1 must have 4 elements along dim 0; got 3"):
         layout.write(torch.zeros(8), torch.zeros(3), 1)
     with pytest.raises(ValueError, match="1 shards for an axis of size 2"):
         layout.unshard([torch.zeros(4)])

@@ -60,7 +60,7 @@ def test_writes_inside_are_refused(made, number):
         model = make()
         ways = lost(model, plain)
         ways += [lambda: model.transformer.wte.weight.data.mul_(3), lambda: model.lm_head.weight.data[:2].add_(1)]
-        with pytest.raises((ConfigError, RuntimeError), match="has no value yet inside lazy_init"), torch.no_grad():
+        with pytest.raises((ConfigError, RuntimeError), match="has no value inside lazy_init"), torch.no_grad():
             ways[number]()
 
 
@@ -69,7 +69,7 @@ def test_values_that_a_constructor_computed_are_no_better(tmp_path):
     with autopar.lazy_init():
         model = LlamaForCausalLM(config)
         assert not model.model.norm.weight.is_meta  # torch.ones; initialization has the last word
-        with pytest.raises(ConfigError, match=r"model\.norm.weight of LlamaForCausalLM has no value yet"):
+        with pytest.raises(ConfigError, match=r"model\.norm.weight of LlamaForCausalLM has no value"):
             model.model.norm.weight.data.fill_(3.0)
 
 
@@ -86,8 +86,8 @@ def test_initialize_inside_is_refused(tmp_path):
     plain.save_pretrained(tmp_path)
     with autopar.lazy_init():
         model = GPT2LMHeadModel(plain.config)
-        with pytest.raises(ConfigError, match=r"initialize inside lazy_init .* call it after the with"):
+        with pytest.raises(ConfigError, match=r"initialize is not supported inside of lazy_init"):
             autopar.initialize(model)
-        with pytest.raises(ConfigError, match=r"from_pretrained inside lazy_init .* call it after the with"):
+        with pytest.raises(ConfigError, match=r"from_pretrained is not supported inside of lazy_init"):
             autopar.from_pretrained(GPT2LMHeadModel, tmp_path)
     autopar.initialize(model)

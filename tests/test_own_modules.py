@@ -268,7 +268,7 @@ def test_what_it_says_without_a_policy_that_fits() -> None:
     with pytest.raises(UnsupportedModelError) as info:
         autopar.initialize(gpt())
     lines = str(info.value).splitlines()
-    assert lines[0] == "GPT is no Hugging Face model and holds none: autopar has no policy for it."
+    assert lines[0] == "GPT must be or contain a Hugging Face model, or have a custom policy."
     assert "initialize(model, config, policy=policy)" in lines[4]
     with pytest.raises(PolicyError, match=r"'heads' is n_heads, which GPTConfig lacks\. Did you mean 'n_head'\?"):
         parallel(gpt(), policy=GPT_POLICY.replace("heads: n_head", "heads: n_heads"))
@@ -276,7 +276,7 @@ def test_what_it_says_without_a_policy_that_fits() -> None:
         parallel(patches(), policy={**PATCHES, "units": {"heads": "layers.0.head"}})
     with pytest.raises(ConfigError, match="recomputes the blocks of a model, and the policy of Sequential names no"):
         parallel(mlp(), policy=MLP_POLICY, config={"activation_checkpointing": {"enable": True}})
-    with pytest.raises(ConfigError, match=r"must be a model class of transformers, not <class"):
+    with pytest.raises(ConfigError, match=r"must be a model class of transformers, got <class"):
         autopar.from_pretrained(GPT, "somewhere", policy=GPT_POLICY)
     with autopar.lazy_init():
         lazy = Initialized()
@@ -286,5 +286,5 @@ def test_what_it_says_without_a_policy_that_fits() -> None:
     assert 20 < lazy.drawn.weight.std() < 500
     assert isinstance(parallel(gpt()), GPT)
     model = parallel(gpt(), config={"pipeline": {"microbatch_size": 1}})
-    with pytest.raises(ConfigError, match="it is a user-defined module, which does not say over what its loss"):
+    with pytest.raises(ConfigError, match="it is a user-defined module, and its loss is unknown"):
         model.execute_pipeline(tokens(1))

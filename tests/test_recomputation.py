@@ -266,5 +266,5 @@ def test_words_that_are_not_known() -> None:
 
         with pytest.raises(ConfigError, match=error):
             ParallelConfig.parse({"activation_checkpointing": yaml.safe_load(section)})
-    with pytest.raises(ConfigError, match=r"save=\['attention'\] does not go with compile"):
+    with pytest.raises(ConfigError, match=r"save=\['attention'\] is not supported with compile"):
         ParallelConfig.parse({"activation_checkpointing": {"save": ["attention"]}, "compile": {"enable": True}})

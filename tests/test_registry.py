@@ -74,7 +74,7 @@ def test_a_setting_of_a_missing_feature_is_an_error(installed: list[Feature]) ->
         registry.check_settings(ALL)
     assert str(raised.value) == (
         "context_parallel_size: 2 needs the feature 'context_parallel', which is not installed.\n"
-        "  Installed: host_transport. Put the folder autopar/features/context_parallel back."
+        "  Installed: host_transport. Restore the folder autopar/features/context_parallel."
     )
 
 

@@ -105,19 +105,19 @@ def _config(**changes):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "hf is no Hugging Face checkpoint: config.json is missing"),
+        (lambda folder: (folder / "config.json").unlink(), "hf is not a Hugging Face checkpoint: config.json is"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read: Expecting property"),
         (lambda folder: (folder / "model.safetensors").unlink(), "hf cannot be loaded: "),
         (lambda folder: _without(folder, "transformer.h.1.mlp.c_fc.bias"),
-         "does not hold exactly a GPT2LMHeadModel: it lacks transformer.h.1.mlp.c_fc.bias"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "is no whole safetensors file"),
+         "must hold exactly the weights of a GPT2LMHeadModel: it lacks transformer.h.1.mlp.c_fc.bias"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "is not a complete safetensors file"),
         (_config(architectures=["GPT2LMHeadMode"]),
-         "which is not a model of transformers. Did you mean 'GPT2LMHeadModel'"),
-        (_config(auto_map={"AutoModel": "code.Model"}), "comes with its own code, which split does not run"),
+         "must be a model of transformers, got ['GPT2LMHeadMode']. Did you mean 'GPT2LMHeadModel'"),
+        (_config(auto_map={"AutoModel": "code.Model"}), "contains custom code, which split does not run"),
         (_config(n_embd=64), "tensors do not have the shapes of GPT2LMHeadModel"),
         (_config(n_head=3), "hf cannot be loaded: `embed_dim` must be divisible by num_heads"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json cannot be read: "),
-        (lambda folder: _index(folder, "{}"), "model.safetensors.index.json has no weight_map"),
+        (lambda folder: _index(folder, "{}"), "model.safetensors.index.json must have a weight_map"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split(tmp_path, damage, message):
@@ -142,7 +142,7 @@ def test_command_line(tmp_path):
     assert result.exit_code == 0, result.output
     assert "resharded 28 tensors" in result.stdout and "model-tp3-pp1.safetensors" in result.stdout
     result = run("reshard", tmp_path / "split", tmp_path / "other", "--tp", 0)
-    assert "error: --tp 0 and --pp 1 must be at least 1" in result.stderr
+    assert "error: --tp and --pp must be at least 1" in result.stderr
     result = run("reshard", tmp_path / "split", tmp_path / "other", "--tp", 2)
     assert result.exit_code == 1 and "--force" in result.stderr
     result = run("split", tmp_path / "hf", tmp_path / "five", "--tp", 5)

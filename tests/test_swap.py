@@ -55,7 +55,7 @@ def test_two_swaps_are_undone_in_reverse() -> None:
     layer = nn.Linear(3, 2)
     swap(layer, _Doubled)
     swap(layer, _Noted)
-    with pytest.raises(TypeError, match="_Doubled is not the last swap of a Linear: undo the later first"):
+    with pytest.raises(TypeError, match="_Doubled must be the last swap of a Linear: undo later swaps first"):
         unswap(layer, _Doubled)
     assert plain_class(layer, _Doubled) is nn.Linear
     unswap(layer, _Noted)
@@ -87,7 +87,7 @@ def test_one_owner_for_each_name() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     bind(model, "one", size=_size)
     bind(model, "one", size=_half)  # its own it may replace
-    with pytest.raises(RuntimeError, match=r"Sequential\.size is one's: another cannot replace it"):
+    with pytest.raises(RuntimeError, match=r"Sequential.size belongs to one; another cannot replace it"):
         bind(model, "another", size=_size)
     bind(model[0], "another", size=_size)
     unbind(model, "one")

@@ -78,17 +78,17 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
 )
 
 WRONG = [
-    (LAUGHS, "2: has an alias (*a), which is not read; write the value out"),
-    ("a: 1\nb: &b [*b]", "2: has an alias (*b), which is not read; write the value out"),
-    ("a: 1\nb: &b {c: *b}", "2: has an alias (*b), which is not read; write the value out"),
-    ("a: 1\n<<: {b: 2}", "2: has a merge key ('<<'), which is not read; write the keys out"),
-    ("a: 1\nb: 2\na: 3", "3: key 'a' stands here and in line 1"),
-    ("a: {b: 1,\n  b: 1}", "2: key 'b' stands here and in line 1"),
-    ("a: 1\n? [b]\n: 2", "2: has a list or a mapping as a key; a key is a word"),
-    ("{a: 1}: 2", "1: has a list or a mapping as a key; a key is a word"),
-    ("a: 1\n---\nb: 2", "2: holds a second document ('---'); one is read"),
-    ("a: !!str 5", "1: has a value that plain YAML does not know: '5' with the tag !!str"),
-    ("a: !!python/object/apply:os.system [ls]", "1: has a value that plain YAML does not know: '[...]' with the tag"),
+    (LAUGHS, "2: has an alias (*a), which is not supported; write the value out"),
+    ("a: 1\nb: &b [*b]", "2: has an alias (*b), which is not supported; write the value out"),
+    ("a: 1\nb: &b {c: *b}", "2: has an alias (*b), which is not supported; write the value out"),
+    ("a: 1\n<<: {b: 2}", "2: has a merge key ('<<'), which is not supported; write the keys out"),
+    ("a: 1\nb: 2\na: 3", "3: key 'a' is also in line 1"),
+    ("a: {b: 1,\n  b: 1}", "2: key 'b' is also in line 1"),
+    ("a: 1\n? [b]\n: 2", "2: has a list or a mapping as a key; a key must be a word"),
+    ("{a: 1}: 2", "1: has a list or a mapping as a key; a key must be a word"),
+    ("a: 1\n---\nb: 2", "2: must hold one document, got a second one ('---')"),
+    ("a: !!str 5", "1: has a tag, which is not supported: !!str with the value '5'"),
+    ("a: !!python/object/apply:os.system [ls]", "1: has a tag, which is not supported: "),
     ("\n\na: b\x00", "3: cannot be parsed as YAML: character '\\x00' is not allowed"),
     ("a: \ud800", "1: cannot be parsed as YAML: character '\\ud800' is not allowed"),
     ("a: 1\nb:\n\tc: 1", "3: cannot be parsed as YAML: found character"),
@@ -105,7 +105,7 @@ def test_what_is_refused(either: Any, text: str, message: str) -> None:
     with pytest.raises(ValueError) as info:
         read(text)
     assert str(info.value).startswith(message)
-    assert ("indent with blanks, the line holds a tab" in str(info.value)) == ("\t" in text)
+    assert ("indent with blanks instead of tabs" in str(info.value)) == ("\t" in text)
     assert time.process_time() - began < 10
 
 
@@ -114,8 +114,7 @@ def test_a_question_mark_where_the_pure_reader_wants_quotes(monkeypatch: pytest.
     with pytest.raises(ValueError) as info:
         read("a: 1\nmodels: [x?, y]")
     assert str(info.value) == (
-        "2: cannot be parsed as YAML: expected ',' or ']', but got '?'; "
-        "inside [...] and {...} put what holds a '?' in quotes: some readers of YAML want that"
+        "2: cannot be parsed as YAML: expected ',' or ']', but got '?'; inside [...] and {...} quote values with a '?'"
     )
     assert read("models: ['x?', y]") == {"models": ["x?", "y"]}
 

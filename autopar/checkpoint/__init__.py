@@ -1,6 +1,6 @@
-"""Checkpoints: a folder of shards that appears whole or not at all, read on any mesh, and its Hugging Face form.
+"""Save and load sharded checkpoints on any mesh, and convert them to Hugging Face's form.
 
-The public names are loaded when they are first used: a model is initialized without what saves and loads it.
+Public names are imported at their first use, because ``initialize`` needs none of them.
 """
 
 from typing import TYPE_CHECKING

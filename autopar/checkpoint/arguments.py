@@ -1,6 +1,6 @@
-"""The arguments of ``save_parallelized`` and ``from_parallelized``: read, checked, and compared between ranks.
+"""Read and check the arguments of ``save_parallelized`` and ``from_parallelized``, and compare them between ranks.
 
-Arguments of OSLO's and transformers' savers and loaders are accepted where they mean the same, else explained.
+Arguments of OSLO's and transformers' methods are accepted if they ask for the default behavior; others raise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.checkpoint.rotation import check_keep_last
 from autopar.errors import CheckpointError, nearest
 
 HUB_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
-# Keywords of OSLO's and transformers' savers and loaders -> the value that asks for what happens anyway, besides None.
+# Keywords of OSLO's and transformers' methods -> the value, besides None, that asks for the default behavior.
 _FOREIGN: dict[str, dict[str, bool | None]] = {
     "save_parallelized": {
         **dict.fromkeys(("state_dict", "save_function", "mapping", "is_main_process", "variant", "repo_id")),
@@ -36,7 +36,7 @@ _ALIASES = {"save_parallelized": ("save_directory",), "from_parallelized": ("sav
 
 @dataclass
 class SaveRequest:
-    """The arguments of one save, checked when it is made. Raises CheckpointError for those that make no sense."""
+    """The arguments of one save. The constructor raises CheckpointError for invalid ones."""
 
     directory: Any
     merge_checkpoints: bool
@@ -55,8 +55,8 @@ class SaveRequest:
             raise CheckpointError(f"format={self.format!r} needs merge_checkpoints=True; shards are always safetensors")
         if self.keep_last is not None and self.merge_checkpoints:
             raise CheckpointError(
-                "keep_last= needs merge_checkpoints=False: a merged folder looks like any model's, and only "
-                "checkpoints that are certainly autopar's are deleted"
+                "keep_last= is not supported with merge_checkpoints=True: only sharded checkpoints are deleted\n"
+                "  Save shards, and merge the last one with `autopar merge`."
             )
         if self.keep_last is not None:
             check_keep_last(self.directory, self.keep_last)
@@ -71,29 +71,29 @@ def absolute(directory: object) -> str:
 
 
 def seconds(timeout: object, default: float | None = None) -> float:
-    """Return a time-out in seconds. Raises CheckpointError unless it is a positive number or there is a default."""
+    """Return a timeout in seconds, or ``default`` if it is invalid. Raises CheckpointError if there is no default."""
     if isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0:
         return float(timeout)
     if default is None:
-        raise CheckpointError(f"timeout={timeout!r} must be a number of seconds above 0")
+        raise CheckpointError(f"timeout={timeout!r} must be a positive number of seconds")
     return default
 
 
 def check_same_call(calls: list[dict[str, Any]]) -> None:
-    """Raise CheckpointError unless all ranks were called with the same arguments."""
+    """Raise CheckpointError unless all ranks make the same call."""
     for rank, call in enumerate(calls):
         for key, value in calls[0].items():
             if call.get(key) != value:
                 raise CheckpointError(
-                    f"ranks were called differently: {key} is {value!r} on rank 0 and {call.get(key)!r} on rank {rank}"
+                    f"ranks made different calls: {key} is {value!r} on rank 0 and {call.get(key)!r} on rank {rank}"
                 )
 
 
 def directory_of(method: Callable[..., Any], directory: object, others: Mapping[str, Any]) -> object:
-    """Return the folder that a call of ``save_parallelized`` or ``from_parallelized`` names.
+    """Return the folder in a call of ``save_parallelized`` or ``from_parallelized``.
 
     Raises:
-        CheckpointError: one of the other keywords means something else here, or nothing; or the folder is named twice.
+        CheckpointError: Another keyword is unknown or asks for unsupported behavior, or the folder is given twice.
     """
     name = method.__name__
     aliases, foreign = _ALIASES[name], _FOREIGN[name]
@@ -105,12 +105,12 @@ def directory_of(method: Callable[..., Any], directory: object, others: Mapping[
             raise CheckpointError(f"{name} has no argument {key!r}.{nearest(key, [*known, *aliases])}")
         if value is not None and value is not foreign[key]:
             shown = repr(value) if isinstance(value, bool | int | float | str) else f"<{type(value).__name__}>"
-            raise CheckpointError(f"{name} does not take {key}={shown}; it always works as with {key}={foreign[key]}")
+            raise CheckpointError(f"{name} does not support {key}={shown}, only {key}={foreign[key]}")
     named = {key: others.get(key) for key in aliases if others.get(key) is not None}
     named = ({} if directory is None else {"directory": directory}) | named
     if len(named) > 1:
         (one, first), (other, second), *_ = named.items()
         raise CheckpointError(
-            f"{name} got {one}={first!r} and {other}={second!r}, which are the same argument: pass one"
+            f"{name} got {one}={first!r} and {other}={second!r}: pass only one of these names for the folder"
         )
     return next(iter(named.values()), None)

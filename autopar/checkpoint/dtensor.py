@@ -1,11 +1,11 @@
-"""The state of a parallelized model, and of its optimizer, as DTensors, for ``torch.distributed.checkpoint``.
+"""Convert the state of a parallelized model and its optimizer to DTensors, for ``torch.distributed.checkpoint``.
 
-A DTensor describes a shard by one range, as ``torch.chunk`` splits. A layout that says the same becomes that
-``Shard(dim)``. Elsewhere (a fused ``q | k | v``, heads that do not divide, replicated KV heads) the local tensor is a
-:class:`_RangesShard`, which implements torch's protocol for what to write, what to read, and into which memory.
+``Shard(dim)`` of a DTensor is one range, as ``torch.chunk`` splits. A layout with the same ranges becomes an ordinary
+DTensor. For other layouts (a fused ``q | k | v``, heads that do not divide, replicated KV heads) the local tensor is a
+:class:`_RangesShard`, which implements torch's protocol to write and read several ranges.
 
-The optimizer's names are those of ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict=True``, so that no
-rank needs the parameters of another stage: ``state.{parameter}.{key}`` and ``param_groups.{parameter}.{option}``.
+The optimizer's entries have the names of ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict=True``, so
+that no rank needs parameters of other stages: ``state.{parameter}.{key}`` and ``param_groups.{parameter}.{option}``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.layout import Layout, Range
 
 _aten = torch.ops.aten
 _INSTEAD = "  Use model.save_parallelized(dir, optimizer=optimizer) and model.from_parallelized."
-_START = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}  # of counters, before the first step; eta starts at lr
+_START = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}  # counters before the first step; eta starts at lr
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -45,13 +45,13 @@ def to_dtensor_state_dict(model: nn.Module, *, aliases: bool = False) -> dict[st
         state = to_dtensor_state_dict(model)
         torch.distributed.checkpoint.load(state, checkpoint_id="folder")
 
-    Tensors that are sharded as DTensor does it are ordinary ``Shard(dim)``. The other ones (fused projections, heads
-    that do not divide, replicated KV heads) can be saved and loaded only; computing with them, ``full_tensor()``
-    included, raises. torch's ``HuggingFaceStorageWriter`` silently writes wrong values for shards of several ranges:
-    use ``save_parallelized(..., merge_checkpoints=True)`` for files in Hugging Face's form.
+    Evenly sharded tensors are ordinary ``Shard(dim)``. The remaining tensors (fused projections, heads that do not
+    divide, replicated KV heads) support only saving and loading; other operations, ``full_tensor()`` included, raise.
+    torch's ``HuggingFaceStorageWriter`` silently writes wrong values for shards of several ranges. For files in Hugging
+    Face's form use ``save_parallelized(..., merge_checkpoints=True)``.
 
     Args:
-        aliases: True to list tied tensors under each of their names, as ``model.state_dict()`` does; otherwise under
+        aliases: True to list tied tensors under each of their names, as ``model.state_dict()`` does; by default under
             the name that ``save_pretrained`` keeps.
 
     Raises:
@@ -80,7 +80,7 @@ def as_dtensor(
 
 
 def is_even_shard(layout: Layout) -> bool:
-    """Return whether every rank holds the range that DTensor's ``Shard(dim)`` gives it."""
+    """Return whether every rank holds the range of DTensor's ``Shard(dim)``."""
     size, each = layout.size, -(-layout.size // layout.axis_size)
     bounds = [min(rank * each, size) for rank in range(layout.axis_size + 1)]
     due = [((start, stop),) if start < stop else () for start, stop in itertools.pairwise(bounds)]
@@ -90,7 +90,7 @@ def is_even_shard(layout: Layout) -> bool:
 def disjoint_ranges(layout: Layout, rank: int) -> tuple[Range, ...]:
     """Split :meth:`Layout.ranges` so that any two ranges of any two ranks are equal or disjoint.
 
-    ``torch.distributed.checkpoint`` writes equal ranges once and refuses those that overlap otherwise.
+    ``torch.distributed.checkpoint`` writes equal ranges once, and raises if ranges overlap otherwise.
     """
     if not layout.replicated:
         return layout.ranges(rank)
@@ -125,7 +125,7 @@ class _RangesShard(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> _RangesShard:
-        """Support what making the DTensor and copying it to another memory (``async_save``) need, and nothing else."""
+        """Support only the operations that making the DTensor and copying it to the host (``async_save``) need."""
         operation, options = func.overloadpacket, dict(kwargs or {})
         if isinstance(args[0], _RangesShard):
             self = args[0]
@@ -133,16 +133,16 @@ class _RangesShard(torch.Tensor):
                 return cls(func(self._local, *args[1:], **options), self._layout, self._rank)
             if operation is _aten.view and tuple(args[1]) == tuple(self.shape):
                 return cls(self._local.view_as(self._local), self._layout, self._rank)
-            if operation is _aten.new_empty:  # DTensor asks for the size of its own shard
+            if operation is _aten.new_empty:  # DTensor queries the size of its local shard
                 return cls(torch.empty_like(self._local, **options), self._layout, self._rank)
         raise CheckpointError(
-            f"{operation} on a DTensor that is not sharded as DTensor shards (a fused, uneven or replicated layout): "
-            "it can only be saved and loaded with torch.distributed.checkpoint\n"
-            "  For whole tensors use save_parallelized(..., merge_checkpoints=True), or dcp_to_torch_save afterwards."
+            f"{operation} is not supported on a DTensor of a fused, uneven or replicated layout: it only saves and "
+            "loads with torch.distributed.checkpoint\n"
+            "  For full tensors use save_parallelized(..., merge_checkpoints=True), or dcp_to_torch_save afterwards."
         )
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """Return the ranges: their place in the stored tensor, and a view of the memory."""
+        """Return each range: its place in the stored tensor, and a view of the memory."""
         dim, result, offset = self._layout.dim, [], 0
         for start, stop in disjoint_ranges(self._layout, self._rank):
             view = self._local.narrow(dim, offset, stop - start)
@@ -177,7 +177,7 @@ class _RangesShard(torch.Tensor):
 
 
 class OptimizerDTensors(dict[str, Any]):
-    """Flat names -> this rank's state. ``torch.distributed.checkpoint.load`` gives the options back by itself."""
+    """Flat name -> this rank's state. ``torch.distributed.checkpoint.load`` restores the options automatically."""
 
     def __init__(self, entries: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(entries)
@@ -188,11 +188,11 @@ class OptimizerDTensors(dict[str, Any]):
         return dict, (), None, None, iter(self.items())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries; torch asks for them."""
+        """Return the entries; torch calls it."""
         return dict(self)
 
     def load_state_dict(self, entries: Mapping[str, Any]) -> None:
-        """Take over what torch has read; torch calls it."""
+        """Load the entries that torch has read; torch calls it."""
         self.update(entries)
         load_dtensor_state_dict(*self._of, {"optim": entries})
 
@@ -202,20 +202,20 @@ def to_dtensor_training_state(
 ) -> dict[str, dict[str, Any]]:
     """Return ``{"model": ..., "optim": ...}`` for ``torch.distributed.checkpoint.save``, ``async_save`` and ``load``.
 
-    Tensors share memory with the model and the optimizer, so that loading fills them in place, on any mesh::
+    Tensors share memory with the model and the optimizer, so loading fills both in place, on any mesh::
 
         torch.distributed.checkpoint.load(to_dtensor_training_state(model, optimizer), checkpoint_id="folder")
 
-    An optimizer without state gets one, as from a step with gradients of zero, with steps at 0. With ZeRO-1 a rank has
-    the entries of the parameters that it owns. torch stores options (``lr``) as pickles: load trusted folders only.
+    An optimizer without state gets the state of a step with zero gradients, with counters at 0. With ZeRO-1 a rank has
+    the entries of the parameters that it owns. torch stores options (``lr``) as pickles: load only trusted folders.
 
     Args:
-        optimizer: The optimizer of its parameters, made after ``initialize`` or passed to it.
+        optimizer: An optimizer of the model's parameters, made after ``initialize`` or passed to it.
         aliases: See :func:`to_dtensor_state_dict`.
 
     Raises:
-        CheckpointError: Half precision with fp32 weights, statistics of a rank's shard (Adafactor), weights that are
-            sharded over the replicas, or an optimizer of other parameters; nothing is changed.
+        CheckpointError: The precision keeps fp32 weights, the state holds statistics of a shard (Adafactor), the
+            weights are sharded over the replicas, or the optimizer has other parameters. Nothing has changed.
     """
     state = state_of(model)
     weights = to_dtensor_state_dict(model, aliases=aliases)
@@ -228,11 +228,13 @@ def to_dtensor_training_state(
             f"zero.optimizer_offload.\n{_INSTEAD}"
         )
     groups = named_groups(optimizer, model, state.plan)
-    made: dict[torch.Tensor, dict[str, Any]] = {}  # nothing is communicated, no hook runs
+    made: dict[torch.Tensor, dict[str, Any]] = {}  # without communication and without hooks
     for group, named in zip(optimizer.param_groups, groups, strict=True):
         for name, parameter in named:
             if isinstance(parameter, DTensor):
-                raise CheckpointError(f"{name} is sharded over the replicas (fully_shard).\n{_INSTEAD}")
+                raise CheckpointError(
+                    f"to_dtensor_training_state does not support {name}, sharded over the replicas.\n{_INSTEAD}"
+                )
             if parameter.requires_grad and not optimizer.state.get(parameter) and keeps_state(optimizer, parameter):
                 first = _first_state(optimizer, group, parameter)
                 made |= {parameter: first} if first else {}
@@ -244,7 +246,7 @@ def to_dtensor_training_state(
     entries: dict[str, Any] = {}
     for name, tensor in taken.tensors.items():
         of, _, key = name.partition("::")
-        due = taken.plans[name]  # a number may lie on the host
+        due = taken.plans[name]  # a 0-dim tensor may be on the host
         entries[f"state.{of}.{key}"] = as_dtensor(tensor, due.shape, due.layout, mesh, rank) if tensor.ndim else tensor
     for group, named in zip(optimizer.param_groups, groups, strict=True):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -256,7 +258,7 @@ def to_dtensor_training_state(
 
 
 def _first_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the state that an optimizer of the same class makes for a parameter of zeros with gradients of zero."""
+    """Return the optimizer's state for a parameter of zeros after a step with zero gradients."""
     step = step_of(optimizer)
     shape = parameter.shape if step is None else step.whole.get(parameter, parameter.shape)
     zeros = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
@@ -276,12 +278,12 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.P
 
 @torch.no_grad()
 def load_dtensor_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give the optimizer the options and plain values that were loaded into :func:`to_dtensor_training_state`'s dict.
+    """Set the optimizer's options and plain values from a loaded dict of :func:`to_dtensor_training_state`.
 
-    ``torch.distributed.checkpoint.load(state)`` does it by itself; call this for a dict inside another one.
+    ``torch.distributed.checkpoint.load(state)`` calls it; call it yourself if the dict is inside another dict.
 
     Raises:
-        CheckpointError: Parameters of one group were saved with different options; nothing is changed.
+        CheckpointError: Parameters of one group were saved with different options. Nothing has changed.
     """
     plan, entries = state_of(model).plan, state["optim"]
     options: list[dict[str, Any]] = []
@@ -293,9 +295,9 @@ def load_dtensor_state_dict(model: nn.Module, optimizer: Optimizer, state: Mappi
                 entry = f"param_groups.{name}.{key}"
                 if entry in entries and bool(found.setdefault(key, entries[entry]) != entries[entry]):
                     raise CheckpointError(
-                        f"{listed([other for other, _ in named])} are one group of this optimizer, and were saved with "
+                        f"{listed([other for other, _ in named])} are one group of this optimizer, but were saved with "
                         f"different options: {key} is {found[key]!r} and {entries[entry]!r}\n"
-                        "  Make the groups of the run that saved."
+                        "  Make the same groups as in the run that saved it."
                     )
             for key, now in optimizer.state.get(parameter, {}).items():
                 entry = f"state.{name}.{key}"

@@ -1,7 +1,7 @@
-"""The user's own data (``extra=``): one value that all ranks have, and in it dictionaries of this rank's shards.
+"""The user's data (``extra=``) of a checkpoint: one value for all ranks, which may contain :class:`ShardedDict`.
 
-A :class:`ShardedDict` in it (an EMA of the weights) is saved as ``{name}::extra.ema`` in the layout of the tensor, and
-comes back on any mesh. Everything else is saved from rank 0; all ranks must have the same.
+A tensor in a :class:`ShardedDict` (an EMA of the weights) is saved as ``{name}::extra.ema`` in the layout of the
+model's tensor, and loads on any mesh. The other values are saved by rank 0 and must be identical on all ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.format import Manifest
-from autopar.checkpoint.optimizer_state import alike
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.optimizer_state import sharded_alike
+from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.state import State
 from autopar.compat.tensors import PLAIN, local_part
 from autopar.distributed.digest import sum_of_bits
@@ -29,9 +29,9 @@ from autopar.storage.safetensors_io import dtype_name, dtype_of
 
 
 class ShardedDict(dict[str, torch.Tensor]):
-    """This rank's shards, or some of them, by names of the model's tensors: an EMA of its weights, for ``extra=``.
+    """A dict for ``extra=`` that maps names of the model's tensors to this rank's shards, such as an EMA.
 
-    It may lie at the top of ``extra`` only. Each rank of any mesh gets its own shards back, on the CPU::
+    It must be a value of ``extra`` itself, not nested deeper. On loading each rank gets its shards back, on the CPU::
 
         ema = autopar.checkpoint.ShardedDict({n: p.detach().clone() for n, p in model.named_parameters()})
         model.save_parallelized("step-100", extra={"ema": ema})
@@ -40,12 +40,12 @@ class ShardedDict(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Extra:
-    """One rank's data.
+    """One rank's ``extra=``, encoded.
 
     Attributes:
-        value: The JSON, with dictionaries of shards left empty.
-        loose: The tensors in it, by their place.
-        shards: Place of a dictionary -> its tensors by their canonical names.
+        value: The JSON, in which each ShardedDict is empty.
+        loose: Place in ``value`` -> tensor.
+        shards: Place of a ShardedDict -> its tensors by canonical name.
     """
 
     value: Json
@@ -54,9 +54,9 @@ class Extra:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], plan: Plan, local: Mapping[str, torch.Tensor]) -> Extra:
-        """Find the dictionaries of shards. Raises CheckpointError for a value that a checkpoint cannot hold.
+        """Encode ``extra``. Raises CheckpointError for a value that a checkpoint cannot hold.
 
-        ``local`` are this rank's tensors of the model, by canonical names.
+        ``local``: this rank's tensors of the model, by canonical name.
         """
         if not isinstance(extra, Mapping):
             raise CheckpointError(f"extra={extra!r} must be a dict")
@@ -68,7 +68,7 @@ class Extra:
             elif isinstance(value, Mapping) and any(isinstance(each, DTensor) for each in value.values()):
                 raise CheckpointError(
                     f"{inside('extra', key)} is a {type(value).__name__} with shards (DTensors)\n"
-                    f"  Mark it: extra={{{key!r}: autopar.checkpoint.ShardedDict(...)}}."
+                    f"  Use extra={{{key!r}: autopar.checkpoint.ShardedDict(...)}}."
                 )
         return cls(*encode(rest, "extra"), shards)
 
@@ -83,7 +83,7 @@ class Extra:
 
     @torch.no_grad()
     def digests(self, plan: Plan, values: bool) -> dict[str, Any]:
-        """Digest it for :func:`check_extra`; without ``values`` only the names of shards."""
+        """Return digests for :func:`check_extra`; without ``values``, only the names of shards."""
         shards: dict[str, dict[str, tuple[str, int]]] = {}
         for name, tensor, saved in self.tensors(plan):
             digest = int(sum_of_bits(local_part(tensor))) if values else 0
@@ -96,7 +96,7 @@ class Extra:
 
 
 def _leaves(value: Json, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of everything but dictionaries with content."""
+    """Yield the place and the JSON text of each value that is not a non-empty dict."""
     if isinstance(value, dict) and value and "$" not in value:
         for key, one in value.items():
             yield from _leaves(one, inside(where, key))
@@ -107,7 +107,7 @@ def _leaves(value: Json, where: str) -> Iterator[tuple[str, str]]:
 def _canonical(
     given: ShardedDict, where: str, plan: Plan, local: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return shards by canonical names. Raises CheckpointError if one differs in form from this rank's tensor."""
+    """Return the shards by canonical name. Raises CheckpointError if one differs in shape from this rank's tensor."""
     found: dict[str, torch.Tensor] = {}
     for key, value in given.items():
         name = plan.names.get(key, "")
@@ -116,15 +116,15 @@ def _canonical(
             hint = nearest(str(key), list(plan.names))
             raise CheckpointError(f"{where} is a ShardedDict with {key!r}; this rank's model has no such tensor.{hint}")
         if not isinstance(value, DTensor) and type(value) not in PLAIN:
-            raise CheckpointError(f"{where} holds {key} as a {type(value).__name__}; a ShardedDict holds tensors")
-        if value.shape != due.shape or value.layout != torch.strided or value.is_meta or not alike(value, due):
+            raise CheckpointError(f"{key} in {where} must be a tensor; got {type(value).__name__}")
+        if value.shape != due.shape or value.layout != torch.strided or value.is_meta or not sharded_alike(value, due):
             raise CheckpointError(
-                f"{where} holds {key} of shape {list(value.shape)}; this rank's shard of it has {list(due.shape)}\n"
-                "  A ShardedDict holds dense tensors that are sharded as the model's are; others go into extra= itself."
+                f"{key} in {where} must be a dense shard of shape {list(due.shape)}; got {list(value.shape)}\n"
+                "  A ShardedDict holds tensors that are sharded like the model's. Put other tensors into extra= itself."
             )
         one = found.setdefault(name, value)
         if one is not value and not (one.dtype == value.dtype and torch.equal(one, value)):
-            raise CheckpointError(f"{where} holds two tensors for {name}, which is tied in the model; give one of them")
+            raise CheckpointError(f"{where} holds two different tensors for {name}, which is tied in the model")
     return found
 
 
@@ -138,16 +138,16 @@ def check_replicas(
     rows: int | None,
     where: str = "",
 ) -> None:
-    """Check that ranks which hold the same shards have the same digests. Another check compares dtypes.
+    """Check that ranks with the same shards have the same digests. Dtypes are compared elsewhere.
 
     Args:
-        digests: name -> dtype and digest, of each rank of the world in order.
-        places: The place of each of these ranks (:meth:`MPU.places`).
+        digests: For each rank of the world, name -> dtype and digest.
+        places: The place of each rank (:meth:`MPU.places`).
         rows: The number of neighboring replicas that hold different rows (FSDP2); None if all hold the same.
-        where: The place of the tensors in ``extra``; empty for the model's own.
+        where: The place of the tensors in ``extra``; empty for the model's tensors.
 
     Raises:
-        CheckpointError: Two ranks disagree; names them and the tensors.
+        CheckpointError: Two ranks differ. The error names them and the tensors.
     """
     first: dict[Any, tuple[int, int]] = {}
     different: dict[str, tuple[int, int]] = {}
@@ -163,11 +163,11 @@ def check_replicas(
     if different:
         name, (one, other) = next(iter(different.items()))
         raise CheckpointError(
-            f"{name}{where and f' in {where}'} differs between rank {one} and rank {other}, which must hold the same "
+            f"{name}{where and f' in {where}'} must be identical on rank {one} and rank {other}, but differs "
             f"({len(different)} tensors: {listed(list(different), 3)})\n"
-            "  One of them skipped an optimizer step, or stepped with its own gradients or random numbers.\n"
-            "  Nothing was written. Continue from the last checkpoint. With consistency_check: {enable: false}\n"
-            "  they are saved as they are, some values of each rank."
+            "  One of the ranks skipped an optimizer step, or stepped with different gradients or random numbers.\n"
+            "  Nothing was written. Continue from the last checkpoint. consistency_check: {enable: false} skips this\n"
+            "  check and saves a mix of the ranks' values."
         )
 
 
@@ -185,11 +185,10 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, rows: int | No
     if different:
         raise CheckpointError(
             f"extra= differs between ranks in {len(different)} of {len(places)} places: "
-            f"{next(iter(different.values()))}\n  They differ in {listed(list(different))}.\n"
-            "  One value is saved for all ranks: pass the same everywhere (an average, a list of all ranks' values).\n"
-            "  Shards, such as an EMA of the weights, come back on any mesh as an autopar.checkpoint.ShardedDict, "
-            "{name: tensor}.\n"
-            "  With consistency_check: {enable: false} rank 0's is saved."
+            f"{next(iter(different.values()))}\n  All places: {listed(list(different))}.\n"
+            "  Pass the same value on all ranks (an average, a list of all ranks' values), and shards (of an EMA)\n"
+            "  as an autopar.checkpoint.ShardedDict {name: tensor}.\n"
+            "  consistency_check: {enable: false} skips this check and saves rank 0's value."
         )
     stages = [stage for _, stage, _ in state.mpu.places()]
     for where in dict.fromkeys(where for rank in ranks for where in rank["shards"]):
@@ -202,8 +201,8 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, rows: int | No
             if lacks:
                 what = "as another dtype" if name in theirs[lacks[0]] else "not"
                 raise CheckpointError(
-                    f"{where} holds {name} on rank {have} and {what} on rank {lacks[0]}, which has this weight, too\n"
-                    "  Give the same weights on all ranks that have them."
+                    f"{where} holds {name} on rank {have} and {what} on rank {lacks[0]}, which also has this weight\n"
+                    "  Pass the same weights on all ranks that hold them."
                 )
         check_replicas(theirs, state.plan, state.mpu.places(), rows, where)
 
@@ -212,7 +211,7 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, rows: int | No
 
 
 def saved_shards(manifest: Manifest, plan: Plan) -> dict[str, str]:
-    """Return the tensors of dictionaries of shards in a checkpoint: their names there -> canonical names."""
+    """Return the tensors of each ShardedDict in a checkpoint: saved name -> canonical name."""
     found = {}
     for saved, tensor in manifest.parts["extra"].tensors.items() if "extra" in manifest.parts else ():
         name = saved.partition("::")[0]
@@ -223,9 +222,11 @@ def saved_shards(manifest: Manifest, plan: Plan) -> dict[str, str]:
     return found
 
 
-def fill_shards(value: Any, shards: Shards, model: nn.Module, state: State, local: Mapping[str, torch.Tensor]) -> None:
-    """Read this rank's shards into the dictionaries of ``value`` that were left empty for them."""
-    names: dict[str, str] = {}  # a tied weight has the name that named_parameters gives it
+def fill_shards(
+    value: Any, shards: ShardReader, model: nn.Module, state: State, local: Mapping[str, torch.Tensor]
+) -> None:
+    """Read this rank's shards into the empty dicts of ``value`` that stand for a ShardedDict."""
+    names: dict[str, str] = {}  # a tied weight has the name of named_parameters()
     for name in model.state_dict(keep_vars=True):
         names.setdefault(state.plan.names.get(name, name), name)
     saved = saved_shards(shards.manifest, state.plan)

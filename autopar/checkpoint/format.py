@@ -1,17 +1,18 @@
-"""The folder of a sharded checkpoint: file names and the manifest ``autopar.json``.
+"""File names of a sharded checkpoint and the manifest ``autopar.json``.
 
     config.json, generation_config.json     as Hugging Face writes them
     model-tp{t}-pp{p}.safetensors           shards of tensor-parallel rank t, stage p, under Hugging Face's names
     model-tp{t}-pp{p}-dp{d}.safetensors     the same, written by replica d > 0
     optimizer-tp{t}-pp{p}.safetensors       the optimizer's state, and fp32 weights (``wte.weight::master``)
     base-tp{t}-pp{p}.safetensors            quantized weights: bytes and scales, unless a base model under adapters
-    extra-tp{t}-pp{p}.safetensors           tensors of the user's data
+    extra-tp{t}-pp{p}.safetensors           tensors of the user's data (``extra=``)
     autopar.json                            the manifest: mesh, layout of every tensor, sizes and checksums
 
-A tensor is sharded by its layout over the tensor-parallel ranks, and each shard is divided along its first dim among
-the ranks that hold it. The record of a file says which rows of a shard it holds; every row is in one file. Tied
-tensors are saved once. The manifest is all that merging, resharding and loading need. It ends with a checksum of
-itself, and no file of a checkpoint is ever unpickled.
+[Note: checkpoints] A tensor is sharded over the tensor-parallel ranks by its layout. Ranks that hold the same shard
+divide its rows, so each row is in exactly one file. The manifest records the rows of each file. Tied tensors are saved
+once. Merging, resharding and loading need only the manifest, and never unpickle a file. Every tensor, every small file
+and the manifest have a checksum. A save writes into a hidden folder next to the target and renames it when all ranks
+have finished, so an interrupted save leaves the previous checkpoint (:mod:`autopar.checkpoint.staging`).
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ def parse_size(size: int | str) -> int:
     elif isinstance(size, int) and not isinstance(size, bool):
         result = size
     if result < 1:
-        raise CheckpointError(f"max_shard_size={size!r} is no size; write '5GB', '200MB' or a number of bytes")
+        raise CheckpointError(f"max_shard_size must be a number of bytes, or a text such as '5GB'; got {size!r}")
     return result
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that write the checkpoint."""
+    """Return the versions of Python, autopar, torch and transformers."""
     found = {"python": platform.python_version()}
     for name in ("autopar", "torch", "transformers"):
         try:
@@ -83,20 +84,20 @@ def versions() -> dict[str, str]:
 
 
 def shard_name(part: str, tp: int, pp: int, dp: int = 0) -> str:
-    """Return the file of tensor-parallel rank ``tp``, stage ``pp`` and replica ``dp``."""
+    """Return the file name for tensor-parallel rank ``tp``, stage ``pp`` and replica ``dp``."""
     return f"{part}-tp{tp}-pp{pp}{f'-dp{dp}' if dp else ''}.safetensors"
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One shard file.
+    """The manifest's record of one shard file.
 
     Attributes:
-        tp, pp, dp: The rank that wrote it.
+        tp, pp, dp: The coordinates of the rank that wrote the file.
         bytes: The size of the file.
-        header: The checksum of its header.
-        checksums: name -> the checksum of each tensor in it.
-        rows: name -> the rows ``[start, stop)`` of the shard of rank ``tp`` in it, unless they are all.
+        header: The checksum of the header.
+        checksums: Tensor name -> checksum.
+        rows: Tensor name -> rows ``[start, stop)`` of the shard, for tensors of which the file holds only some rows.
     """
 
     tp: int
@@ -108,7 +109,7 @@ class FileRecord:
     rows: Mapping[str, Range] = field(default_factory=dict)
 
     def shape(self, tensor: TensorPlan) -> tuple[int, ...]:
-        """Return the shape of a tensor in this file."""
+        """Return the shape that a tensor has in this file."""
         start, stop = self.rows.get(tensor.name, (0, 0))
         local = tensor.local_shape(self.tp)
         return (stop - start, *local[1:]) if tensor.name in self.rows else local
@@ -126,19 +127,19 @@ class FileRecord:
         header, tp, pp, dp, size = str(data[f"header_{NAME}"]), *(int(data[key]) for key in ("tp", "pp", "dp", "bytes"))
         for value in (header, *checksums.values()):
             if not _HEX.fullmatch(value):
-                raise ValueError(f"{value!r} is no checksum")
+                raise ValueError(f"a checksum must be 16 hexadecimal digits, got {value!r}")
         rows = {str(name): (int(start), int(stop)) for name, (start, stop) in data["rows"].items()}
         return cls(tp, pp, dp, size, header, checksums, rows)
 
 
 @dataclass(frozen=True)
-class Part:
-    """The tensors of one part and their files.
+class PartFiles:
+    """The tensors of one part of a checkpoint, and their files.
 
     Attributes:
-        name: ``model``, ``optimizer`` or ``extra``; the beginning of its files' names.
-        tensors: canonical name -> shape and layout.
-        files: file name -> :class:`FileRecord`.
+        name: One of :data:`PARTS`; the file names start with it.
+        tensors: Canonical name -> shape and layout.
+        files: File name -> :class:`FileRecord`.
     """
 
     name: str
@@ -147,7 +148,7 @@ class Part:
 
     @cached_property
     def _pieces(self) -> dict[tuple[str, Any], list[tuple[int, int, str]]]:
-        """(Tensor, ranges of its layout) -> rows of this shard and their file, ``(start, stop, name)``, sorted."""
+        """(Tensor, ranges of its layout) -> rows of this shard and their file, sorted: ``(start, stop, name)``."""
         found: dict[tuple[str, Any], list[tuple[int, int, str]]] = {}
         for file, record in self.files.items():
             for name in record.checksums:
@@ -157,7 +158,7 @@ class Part:
         return {shard: sorted(pieces) for shard, pieces in found.items()}
 
     def pieces(self, name: str, tp: int) -> list[tuple[int, int, str]]:
-        """Return the place of rank ``tp``'s shard, in order: first row, row after the last, file."""
+        """Return the rows of rank ``tp``'s shard and their files, in order: ``(start, stop, file)``."""
         layout = self.tensors[name].layout
         return self._pieces.get((name, layout and layout.ranges(tp)), [])
 
@@ -169,7 +170,7 @@ class Part:
         }
 
     @classmethod
-    def from_json(cls, name: str, data: Mapping[str, Any]) -> Part:
+    def from_json(cls, name: str, data: Mapping[str, Any]) -> PartFiles:
         """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
         tensors = {str(key): TensorPlan.from_json(str(key), entry) for key, entry in data["tensors"].items()}
         files = {str(key): FileRecord.from_json(entry) for key, entry in data["files"].items()}
@@ -179,13 +180,13 @@ class Part:
         """Raise ``ValueError`` unless every row of every shard is in exactly one file."""
         for name, record in self.files.items():
             if name != shard_name(self.name, record.tp, record.pp, record.dp):
-                raise ValueError(f"it names the file {name!r}, which is none of its shards")
+                raise ValueError(f"the file name {name!r} does not match its record")
             inside = 0 <= record.tp < sizes.tp and 0 <= record.pp < sizes.pp
             if not inside or not 0 <= record.dp < sizes.dp:
-                raise ValueError(f"{name} is no shard of the mesh {tuple(sizes[:3])}")
+                raise ValueError(f"{name} is outside of the mesh {tuple(sizes[:3])}")
             for tensor in record.checksums:
                 if tensor not in self.tensors:
-                    raise ValueError(f"{name} holds {tensor}, which is no tensor of the {self.name}")
+                    raise ValueError(f"{name} holds {tensor}, which is not a tensor of the {self.name}")
         for plan in self.tensors.values():
             dtype_of(plan.dtype)
             if plan.layout is not None:
@@ -220,9 +221,9 @@ class QuantizedBase:
     """The quantized weights of a model.
 
     Attributes:
-        name: The origin of the model, as transformers notes it; ``""`` if it does not say.
-        forms: name -> the form of a weight.
-        notes: name -> what the header of a file says of it, where that is not in tensors.
+        name: The origin of the model (transformers' ``_name_or_path``); ``""`` if unknown.
+        forms: Name of a weight -> its quantized form.
+        notes: Name of a weight -> its entry in the header of its file, for torchao.
     """
 
     name: str = ""
@@ -231,7 +232,7 @@ class QuantizedBase:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantizedBase:
-        """Read the dict of the attributes. Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError``."""
+        """Create from JSON. Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError`` if malformed."""
         tables = ({str(k): str(v) for k, v in data[key].items()} for key in ("forms", "notes"))
         return cls(str(data["name"]), *tables)
 
@@ -241,18 +242,18 @@ class Manifest:
     """The content of ``autopar.json``.
 
     Attributes:
-        save_id: The random token of the save; each shard file carries it too.
-        sizes: The mesh without cp: tp counts the ranks that together held a stage, dp those that held the same
-            (:attr:`MPU.saved_sizes`).
+        save_id: The random token of the save; each shard file contains it too.
+        sizes: The mesh without cp (:attr:`MPU.saved_sizes`). tp counts the ranks that together hold a stage, dp the
+            replicas of these ranks.
         hf_prefix: The path of the Hugging Face model in the root model, ``""`` or ``"model."``.
-        parts: ``model``, and the other parts of :data:`PARTS` that were saved.
-        parameters: The names of the model's tensors that are parameters; the others are buffers.
-        along: The small files of the save (``config.json``) -> their checksum.
+        parts: ``model``, and the other saved parts of :data:`PARTS`.
+        parameters: The names of the model's tensors that are parameters; the remaining tensors are buffers.
+        along: Name of a small file of the save (``config.json``) -> checksum.
         training: The JSON of the optimizer, the scheduler, the user's data and the random states, without tensors.
-        versions: The packages that wrote it.
-        order: The number of the save in its series (``step-100``, ``step-200``); 0 if it is not known.
+        versions: Package -> version, for Python and the packages that wrote the checkpoint.
+        order: The number of the save in its series (``step-100``, ``step-200``); 0 if unknown.
         cp, tp: The context- and tensor-parallel sizes of the mesh; experts may be sharded over more ranks than tp.
-        base: The quantized weights, which are left out unless there is a part ``base``.
+        base: The quantized weights. Their values are saved only if there is a part ``base``.
     """
 
     save_id: str
@@ -260,7 +261,7 @@ class Manifest:
     model_type: str
     policy: str
     hf_prefix: str
-    parts: Mapping[str, Part]
+    parts: Mapping[str, PartFiles]
     parameters: frozenset[str]
     tp: int
     along: Mapping[str, str] = field(default_factory=dict)
@@ -272,17 +273,17 @@ class Manifest:
 
     @property
     def experts(self) -> int:
-        """Return how many times as many ranks held the experts as the other layers."""
+        """Return the number of ranks that share the experts per rank that shares the other layers."""
         return self.sizes.tp // self.tp
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:
-        """Return shape and layout of the model's tensors by their canonical names, in state-dict order."""
+        """Return the plans of the model's tensors by canonical name, in state-dict order."""
         return self.parts["model"].tensors
 
     @property
     def quantized(self) -> Mapping[str, TensorPlan]:
-        """Return the tensors of quantized weights, by path and name in a file; empty if they are left out."""
+        """Return the plans of the tensors of quantized weights; empty if the checkpoint leaves them out."""
         return self.parts["base"].tensors if "base" in self.parts else {}
 
     @property
@@ -297,7 +298,7 @@ class Manifest:
 
     @cached_property
     def pieces_with(self) -> dict[str, list[str]]:
-        """The tensors of a merged checkpoint that each of the model's is a part of, or that are parts of it."""
+        """Name of a tensor of the model -> names of the tensors of a merged checkpoint that share elements with it."""
         found: dict[str, list[str]] = {name: [] for name in self.tensors}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
@@ -333,10 +334,10 @@ class Manifest:
         axes = ("tensor", "expert", "pipeline", "data", "context")
         tp, shards, pp, dp, cp = (int(data["mesh"][f"{axis}_parallel_size"]) for axis in axes)
         if min(tp, shards) < 1:
-            raise ValueError(f"the mesh {(tp, pp, dp)} is impossible")
+            raise ValueError(f"the sizes of the mesh {(tp, pp, dp)} must be positive")
         if shards % tp or dp % (shards // tp):
             raise ValueError(f"expert_parallel_size {shards} does not fit tensor_parallel_size {tp} and {dp} replicas")
-        parts = {str(name): Part.from_json(str(name), entry) for name, entry in data["parts"].items()}
+        parts = {str(name): PartFiles.from_json(str(name), entry) for name, entry in data["parts"].items()}
         manifest = cls(
             **{name: kind(data[name]) for name, kind in _PLAIN.items()},
             sizes=MeshSizes(shards, pp, dp * tp // shards),
@@ -352,22 +353,22 @@ class Manifest:
     def check(self) -> None:
         """Raise ``ValueError`` unless the parts of the manifest agree with each other."""
         if min(self.sizes) < 1 or math.prod(self.sizes) > 10_000_000:
-            raise ValueError(f"the mesh {tuple(self.sizes[:3])} is impossible")
+            raise ValueError(f"the sizes of the mesh {tuple(self.sizes[:3])} must be positive, for at most 10**7 ranks")
         if self.cp < 1 or self.sizes.dp % self.cp:
             raise ValueError(f"context_parallel_size {self.cp} does not divide {self.sizes.dp} replicas")
         for name in self.along:
             if not re.fullmatch(r"[\w-][\w.-]*", name):
-                raise ValueError(f"it names the file {name!r}, which is not inside the folder")
+                raise ValueError(f"it names the file {name!r}, which must be inside the folder")
         for name, part in self.parts.items():
             if name not in PARTS:
-                raise ValueError(f"it has a part {name!r}")
+                raise ValueError(f"a part must be one of {', '.join(PARTS)}; got {name!r}")
             part.check(self.sizes)
         saved_as: set[str] = set()
         for tensor in self.tensors.values():
             for piece in tensor.pieces:
                 unknown = [name for name in piece.sources() if name not in self.tensors]
                 if unknown:
-                    raise ValueError(f"{piece.name} is joined from {unknown[0]}, which is no tensor of the model")
+                    raise ValueError(f"{piece.name} is joined from {unknown[0]}, which is not a tensor of the model")
             for saved in tensor.saved_names():
                 if saved in saved_as:
                     raise ValueError(f"two tensors are saved as {saved}")
@@ -375,7 +376,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, file: str = MANIFEST) -> Manifest:
-        """Read ``autopar.json``, or another file of that kind.
+        """Read ``autopar.json``, or a renamed manifest.
 
         Raises:
             CheckpointError: The file is missing, damaged, of another version, or not a manifest.
@@ -391,7 +392,7 @@ class Manifest:
             data = json.loads(text)
             version = data["format_version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is no manifest of a checkpoint: {reason(error)}") from error
+            raise CheckpointError(f"{path} is not a manifest of a checkpoint: {reason(error)}") from error
         if version != FORMAT_VERSION:
             raise CheckpointError(
                 f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION}\n"
@@ -399,7 +400,7 @@ class Manifest:
             )
         end = list(_END.finditer(text))
         if not end or end[-1].end() != len(text) or checksum(text[: end[-1].start()]) != end[-1][1].decode():
-            raise CheckpointError(f"{path} was changed after it was written: its own checksum at its end differs")
+            raise CheckpointError(f"{path} was changed after the save: its checksum differs")
         try:
             return cls.from_json(data)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -409,7 +410,7 @@ class Manifest:
 def _lines(value: Any, levels: int, indent: int = 1) -> str:
     """Return JSON with one line for each file and each tensor.
 
-    Below ``levels`` of dicts json writes in C, without line breaks: with ZeRO 3 there are tensors x ranks of them.
+    Below ``levels`` dicts, ``json.dumps`` writes without line breaks in C: ZeRO 3 has tensors x ranks entries.
     """
     if not levels or not isinstance(value, dict) or not value:
         return json.dumps(value)
@@ -419,23 +420,23 @@ def _lines(value: Any, levels: int, indent: int = 1) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return why plain data is malformed, from the error that reading it raised."""
+    """Return the reason that an error gives for malformed data."""
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _why_missing(folder: Path) -> str:
     if (folder / REMOVED).is_file():
         return (
-            f"{folder} was being deleted when its process ended: it has no {MANIFEST} any more.\n"
-            "  autopar.latest finds the newest checkpoint."
+            f"{folder} has no {MANIFEST}: a process ended while it deleted this checkpoint.\n"
+            "  Use autopar.latest to find the newest checkpoint."
         )
     if folder.is_dir():
-        hint = "  It looks like a Hugging Face checkpoint: from_pretrained reads it."
-        return f"{folder} is no checkpoint: it has no {MANIFEST}" + f".\n{hint}" * (folder / "config.json").is_file()
-    whole = [path for path in leftovers(folder) if (path / MANIFEST).is_file()]
-    if whole:
+        hint = "  It looks like a Hugging Face checkpoint: use from_pretrained."
+        return f"{folder} is not a checkpoint: it has no {MANIFEST}" + f".\n{hint}" * (folder / "config.json").is_file()
+    complete = [path for path in leftovers(folder) if (path / MANIFEST).is_file()]
+    if complete:
         return (
-            f"{folder} does not exist, but a save that was interrupted left {whole[0].name} beside it.\n"
-            f"  It is a whole checkpoint: rename {whole[0]} to {folder.name}."
+            f"{folder} does not exist, but an interrupted save left the complete checkpoint {complete[0].name}.\n"
+            f"  Rename {complete[0]} to {folder.name}."
         )
     return f"{folder} does not exist.{nearest(folder.name, [path.name for path in folder.parent.glob('*')])}"

@@ -1,4 +1,4 @@
-"""The whole weights of a parallelized model under the names that ``save_pretrained`` writes: yielded, or uploaded."""
+"""Yield or upload the full weights of a parallelized model under the names that ``save_pretrained`` writes."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from autopar.storage.lazy_tensor import InMemory, open_piece
 def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` of the full model on every rank, for a serving engine or a custom file.
 
-    Names, shapes and values are those of ``save_pretrained`` of the reference model, in the dtype that the model
-    computes with. Custom modules around the Hugging Face model are left out. Every rank calls it and goes through
-    all of it; one bucket is in memory at a time. Tensors are copies, on the device of the model::
+    Names, shapes and values are equal to the reference model's ``save_pretrained``, in the dtype of the model. Custom
+    modules around the Hugging Face model are left out. Every rank must iterate over all of it. One bucket is in memory
+    at a time. Tensors are copies, on the device of the model::
 
         for name, tensor in autopar.hf_weights(model):
             if model.mpu.is_master:
                 engine.load(name, tensor)
 
-    A rank that leaves the loop early (``break``, an error) ends it on all ranks: the other ranks raise. Call
-    ``close()`` to leave an iterator that is kept in a variable.
+    If a rank leaves the loop early (``break``, an error), the other ranks raise. To leave an iterator that is kept in a
+    variable, call ``close()``.
 
     Args:
         model: The result of ``autopar.initialize``, or a wrapper around it.
-        bucket_size: The number of bytes after which the ranks compare whether all continue.
+        bucket_size: The number of bytes after which the ranks check that all of them continue.
 
     Raises:
         CheckpointError: The model is not parallelized, or has changed since.
-        ConsistencyError: Another rank left early, or was called differently.
+        ConsistencyError: Another rank left early, or was called with other arguments.
     """
     root = next((module for module in model.modules() if STATE in vars(module)), model)
     state = state_of(root)
@@ -58,11 +58,11 @@ def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterato
         lambda: (local_tensors(root, fsdp=True), _buckets(state, parse_size(bucket_size))),
         lambda _: {"hf_weights": str(bucket_size), "tensors": len(state.plan.tensors)},
     )
-    return WholeWeights(state, local).run(buckets)
+    return FullWeights(state, local).run(buckets)
 
 
 def _buckets(state: State, limit: int) -> list[list[TensorPlan]]:
-    """Return the tensors that are written, in groups of about ``limit`` bytes."""
+    """Return the tensors that ``save_pretrained`` writes, in groups of about ``limit`` bytes."""
     buckets: list[list[TensorPlan]] = []
     room = 0
     for tensor in state.plan.tensors.values():
@@ -78,8 +78,8 @@ def _buckets(state: State, limit: int) -> list[list[TensorPlan]]:
     return buckets
 
 
-class WholeWeights:
-    """The full weights of a model, gathered one after the other on every rank from ``local``, by canonical names."""
+class FullWeights:
+    """Gather the full weights of a model on every rank, one tensor at a time; ``local`` is by canonical name."""
 
     def __init__(self, state: State, local: dict[str, torch.Tensor]) -> None:
         self.state, self.mpu, self.local = state, state.mpu, local
@@ -95,17 +95,16 @@ class WholeWeights:
             for bucket in buckets:
                 if (stopped := self._ask(stop=False)) is not None:
                     raise ConsistencyError(
-                        f"hf_weights: rank {stopped} left the loop early, and its shards with it: this rank has "
-                        f"{given} of {total} tensors.\n"
-                        "  Every rank goes through all of them, or leaves at the same one."
+                        f"hf_weights: rank {stopped} left the loop early; this rank has {given} of {total} tensors.\n"
+                        "  Iterate over all tensors on every rank, or leave the loop at the same tensor."
                     )
-                for name, whole in [pair for tensor in bucket for pair in self._written(tensor)]:
+                for name, full in [pair for tensor in bucket for pair in self._written(tensor)]:
                     given += 1
-                    yield name, whole
+                    yield name, full
         except GeneratorExit:
             self._ask(stop=True)
             raise
-        self._ask(stop=False)  # one may leave in the last bucket
+        self._ask(stop=False)  # a rank may leave in the last bucket
 
     def _ask(self, *, stop: bool) -> int | None:
         """Return a rank that stops, None if all continue; a collective of the world."""
@@ -117,14 +116,14 @@ class WholeWeights:
     @torch.no_grad()
     def _written(self, tensor: TensorPlan) -> Iterator[tuple[str, torch.Tensor]]:
         if tensor.saved_as is not None:
-            yield tensor.saved_as, self.whole(tensor.name)
+            yield tensor.saved_as, self.gather(tensor.name)
             return
-        stored = functools.cache(lambda name: InMemory(self.whole(name)))
+        stored = functools.cache(lambda name: InMemory(self.gather(name)))
         for piece in tensor.pieces:
             yield piece.name, open_piece(piece, tensor.name, stored).read().to(self.mpu.device)
 
     @torch.no_grad()
-    def whole(self, name: str) -> torch.Tensor:
+    def gather(self, name: str) -> torch.Tensor:
         """Gather a tensor; a collective of the replica, and of the replicas where FSDP2 shards over them."""
         mpu, plan, held = self.mpu, self.state.plan.tensors[name], self.local.get(name)
         shard = self.state.gather_rows(name, held) if isinstance(held, DTensor) else held
@@ -142,7 +141,7 @@ class WholeWeights:
         return shard.clone() if held is not None else shard
 
 
-# -- upload: merged into a folder by all ranks, sent once, by rank 0, with transformers' own code ----------------------
+# -- upload: all ranks merge into a folder, which rank 0 uploads with transformers' code -------------------------------
 
 
 class MergedModel(PushToHubMixin):
@@ -152,7 +151,7 @@ class MergedModel(PushToHubMixin):
         self.folder = folder
 
     def save_pretrained(self, target: str, **_: Any) -> None:
-        """Put the files of the folder, not those of folders in it, into another."""
+        """Link the files of the folder, without its sub-folders, into ``target``."""
         for path in Path(self.folder).iterdir():
             if path.is_file():
                 link(str(path), os.path.join(target, path.name))
@@ -161,7 +160,7 @@ class MergedModel(PushToHubMixin):
 def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options: Mapping[str, Any]) -> str:
     """Merge into a temporary folder of rank 0 (``TMPDIR``, which all nodes must share), and upload it. Collective.
 
-    Returns the address of the commit. Raises CheckpointError, the same on every rank.
+    Returns the URL of the commit. Raises CheckpointError, identical on all ranks.
     """
     mpu = state_of(model).mpu
     call = {"repo_id": repo_id, **{name: repr(value) for name, value in options.items() if name != "token"}}

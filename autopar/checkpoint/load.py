@@ -1,4 +1,4 @@
-"""Load a sharded checkpoint of any mesh into a parallelized model, in place. All checks come before any change."""
+"""Load a sharded checkpoint of any mesh into a parallelized model in place. All checks precede the first change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.checkpoint.arguments import absolute, check_same_call, seconds
 from autopar.checkpoint.extra import fill_shards, saved_shards
 from autopar.checkpoint.format import WEIGHTS
 from autopar.checkpoint.optimizer_state import Targets, TrainingWeights, master_weights, prepare
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
 from autopar.distributed.agree import all_ranks, barrier
@@ -26,25 +26,27 @@ from autopar.storage.safetensors_io import dtype_name, dtype_of
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer": (lambda value: isinstance(value, torch.optim.Optimizer), "must be a torch.optim.Optimizer"),
-    "lr_scheduler": (lambda value: hasattr(value, "load_state_dict"), "has no load_state_dict"),
-    "extra": (lambda value: isinstance(value, MutableMapping), "must be a dict: it receives what was saved"),
+    "lr_scheduler": (lambda value: hasattr(value, "load_state_dict"), "must have a load_state_dict method"),
+    "extra": (lambda value: isinstance(value, MutableMapping), "must be a dict, which receives the saved values"),
 }
 
 
 def load(
     model: nn.Module, directory: Callable[[], object], timeout: float, training: Mapping[str, Any], verify: bool
 ) -> None:
-    """See :func:`autopar.checkpoint.methods.from_parallelized`. ``directory`` raises for a wrong call."""
+    """See :func:`autopar.checkpoint.methods.from_parallelized`. ``directory()`` raises if the call is wrong."""
     given = {name: value for name, value in training.items() if value is not None}
     state = state_of(model)
     mpu = state.mpu
-    barrier(mpu, "from_parallelized", seconds(timeout, 20.0))  # what is wrong with it, all ranks say afterwards
+    barrier(mpu, "from_parallelized", seconds(timeout, 20.0))  # check() reports a wrong timeout, on all ranks
     prepared: list[Loader] = []
 
     def check() -> dict[str, Any]:
         seconds(timeout)
         if torch.is_inference_mode_enabled():
-            raise CheckpointError("from_parallelized inside torch.inference_mode makes state that cannot be trained")
+            raise CheckpointError(
+                "from_parallelized is not supported in torch.inference_mode: the loaded state could not be trained"
+            )
         for name, value in given.items():
             if not _KINDS[name][0](value):
                 raise CheckpointError(f"{name}={value!r} {_KINDS[name][1]}")
@@ -71,10 +73,10 @@ def load(
 
 
 class Loader:
-    """One rank's part in one call. Making it checks everything that can be checked without reading tensors.
+    """Load one rank's tensors. The constructor checks everything that needs no reading of tensors.
 
     Args:
-        training: the objects to load besides the model, of ``optimizer``, ``lr_scheduler`` and ``extra``.
+        training: Name -> object for those of ``optimizer``, ``lr_scheduler`` and ``extra`` that are loaded too.
     """
 
     def __init__(self, model: nn.Module, folder: Path, training: Mapping[str, Any]) -> None:
@@ -82,7 +84,7 @@ class Loader:
         self.training = training
         used = {"optimizer": "optimizer" in training, "extra": training.keys() & {"lr_scheduler", "extra"}}
         self.parts = [*WEIGHTS, *(part for part, wanted in used.items() if wanted)]
-        self.shards = Shards(folder, self.parts)
+        self.shards = ShardReader(folder, self.parts)
         self.targets: Targets = {}
         self.finish: Callable[[], None] = lambda: None
         self.random: Any = None  # states from which this rank continues
@@ -101,13 +103,13 @@ class Loader:
         saved, folder = self.shards.manifest.training, self.shards.folder
         for name in self.training:
             if name not in saved:
-                has = ", ".join(key for key in _KINDS if key in saved) or "none of it"
-                raise CheckpointError(f"{folder} was saved without {name}=; of the training state it holds {has}")
+                has = ", ".join(key for key in _KINDS if key in saved) or "empty"
+                raise CheckpointError(f"{folder} was saved without {name}=; its training state is {has}")
         if "lr_scheduler" in self.training:
             scheduler, now = saved["lr_scheduler"], type(self.training["lr_scheduler"]).__name__
             then = scheduler.get("class") if isinstance(scheduler, Mapping) else None
             if then != now:
-                raise CheckpointError(f"{folder} holds the state of a {then}, lr_scheduler= is a {now}")
+                raise CheckpointError(f"lr_scheduler must be a {then}, as saved in {folder}; got a {now}")
         states, mpu = saved.get("random_states"), self.state.mpu
         if states is not None and self.training.keys() & {"optimizer", "lr_scheduler"}:
             self.random = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank, mpu.cp.rank)
@@ -120,8 +122,8 @@ class Loader:
             self.targets, self.finish = prepare(optimizer, self.model, *rest)
 
     def fill(self) -> None:
-        """Read this rank's ranges into their places."""
-        # What could still fail comes first.
+        """Read this rank's ranges into the model and the training state."""
+        # Steps that can still fail come first.
         saved, training, mpu = self.shards.manifest.training, self.training, self.state.mpu
         extra = self.shards.manifest.parts.get("extra")
         chosen = [name for name in ("lr_scheduler", "extra") if name in training]
@@ -131,7 +133,7 @@ class Loader:
         for name, value in plain.items():
             if not isinstance(value, dict):
                 kind = type(value).__name__
-                raise CheckpointError(f"{self.shards.folder} is damaged: {name} must be a dict, and is a {kind}")
+                raise CheckpointError(f"{self.shards.folder} is damaged: {name} must be a dict, got {kind}")
         if "extra" in plain:
             fill_shards(plain["extra"], self.shards, self.model, self.state, self.tensors)
         if "lr_scheduler" in training:
@@ -151,8 +153,8 @@ class Loader:
             mpu.random_tracker = random_states.restore(self.random, mpu.random_tracker)
 
 
-def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly the model's tensors, whole shapes and kinds."""
+def _check_model(shards: ShardReader, state: State, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError unless the checkpoint has exactly the model's tensors, full shapes and kinds."""
     manifest, folder, plan = shards.manifest, shards.folder, state.plan
     saved = manifest.tensors
     forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
@@ -164,10 +166,10 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
     unexpected = [name for name in saved if name not in plan.tensors]
     if missing or unexpected:
         raise CheckpointError(
-            f"{folder} does not hold this model's tensors: {len(missing)} missing, {len(unexpected)} unexpected\n"
+            f"{folder} has other tensors than this model: {len(missing)} missing, {len(unexpected)} unexpected\n"
             + (f"  Missing in the checkpoint: {listed(missing)}.{nearest(missing[0], unexpected)}\n" if missing else "")
             + (f"  Unexpected: {listed(unexpected)}.\n" if unexpected else "")
-            + f"  It holds a {manifest.model_type!r} model, this one is {plan.model_type!r}."
+            + f"  The checkpoint is of a {manifest.model_type!r} model, this model is {plan.model_type!r}."
         )
     for name, mine in plan.tensors.items():
         theirs = saved[name]
@@ -184,22 +186,22 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
 
 
 def _warn_of_dtypes(loader: Loader) -> None:
-    """Warn of tensors that were converted, and of fp32 weights that neither the model nor the optimizer can keep."""
+    """Warn about converted tensors, and about fp32 weights that neither the model nor the optimizer can keep."""
     saved, weights = loader.shards.manifest.tensors, loader.weights
     kinds = {name: tensor.dtype for name, tensor in loader.tensors.items()}
     cast = [n for n, dtype in kinds.items() if saved[n].dtype != dtype_name(dtype) and not weights.keeps_all(n, dtype)]
     if cast:
         warnings.warn(
             f"{len(cast)} tensors were converted on loading, {cast[0]} from {saved[cast[0]].dtype} "
-            f"to {dtype_name(kinds[cast[0]])} ({MANIFEST} says what was saved)",
+            f"to {dtype_name(kinds[cast[0]])} ({MANIFEST} lists the saved dtypes)",
             stacklevel=4,
         )
     dropped = [name for name, dtype in kinds.items() if weights.drops(name, dtype)]
     if dropped:
         warnings.warn(
-            f"{len(dropped)} weights go on from {dtype_name(kinds[dropped[0]])}, {dropped[0]} first: the run that "
-            "saved them kept them in float32 beside, and nothing here does.\n"
-            "  Give that run's precision in the config, and the optimizer to autopar.initialize; or load a model in "
-            "float32\n  (from_pretrained(dtype=torch.float32)).",
+            f"{len(dropped)} weights (first {dropped[0]}) continue in {dtype_name(kinds[dropped[0]])} without the "
+            "float32 weights of the checkpoint.\n"
+            "  Use the saved run's precision in the config and pass the optimizer to autopar.initialize, or load the "
+            "model in\n  float32 (from_pretrained(dtype=torch.float32)).",
             stacklevel=4,
         )

@@ -1,7 +1,7 @@
-"""The methods of a parallelized model: ``save_parallelized`` and others, and those of transformers that it refuses.
+"""The methods of a parallelized model for saving and loading, and its replacements of transformers' methods.
 
-Methods that speak of the whole model (``save_pretrained``, ``num_parameters``) are replaced where a rank holds a part
-of it: they raise, or answer for the whole model.
+Methods of transformers that need the full model (``save_pretrained``, ``num_parameters``) are replaced where a rank
+holds only shards: they raise, or return the result for the full model.
 """
 
 from __future__ import annotations
@@ -52,38 +52,36 @@ def save_parallelized(
     tokenizer: Any = None,
     **others: Any,
 ) -> None:
-    """Save the model, and what training needs to continue. Every rank calls it, with the same arguments.
+    """Save the model and the state that training needs to continue. Every rank calls it with the same arguments.
 
-    The folder appears whole or not at all: a save that is killed leaves the previous checkpoint as it was. A checkpoint
-    in ``directory`` is replaced, also one in Hugging Face's form (do not save into the folder of the base model); other
-    files there (a tokenizer) are kept.
+    An interrupted save leaves the previous checkpoint. A checkpoint in ``directory`` is replaced, also one in Hugging
+    Face's form (do not save into the folder of the base model). The user's files there (a tokenizer) are kept.
 
     Args:
-        directory: The folder to make, on a file system that all nodes share. Also called ``save_directory``.
+        directory: The folder to make, on a file system that all nodes share. Alias: ``save_directory``.
         merge_checkpoints: True to write the files of the reference model's ``save_pretrained`` instead of shards.
-        max_shard_size: The largest size of a file of weights, with ``merge_checkpoints``.
+        max_shard_size: The maximum size of a file of weights, with ``merge_checkpoints``.
         format: ``safetensors`` or ``bin``, with ``merge_checkpoints``.
         timeout: The seconds to wait for the other ranks to call.
-        optimizer: The optimizer to save, in the layout of the parameters, with the fp32 weights and the loss scale of
-            half precision, and the random state of every rank.
-        lr_scheduler: A scheduler, whose ``state_dict()`` is saved.
-        extra: The user's data: numbers, text, lists, dicts, tensors; the same on all ranks. An
-            :class:`~autopar.checkpoint.ShardedDict` in it (an EMA) is saved like the optimizer's state, and each rank
-            gets its shards back, on any mesh.
-        keep_last: The number of checkpoints of the same series (``step-100``, ``step-200``) that remain, the ones saved
-            last. Files in the folders of removed ones that no save has written stay there.
-        async_save: True to copy to host memory, return, and write in the background. The next call raises an error
-            of it and does nothing else, or ``model.wait_for_save()`` does: call that at the end of the script.
-        adapter_only: True to write the adapters of a ``PeftModel`` alone, in the files of
-            ``PeftModel.save_pretrained``. Other files in the folder stay there. Works with ``timeout`` only.
-        tokenizer: A tokenizer or processor whose files go into the folder, so that a pipeline reads it as it is.
-        others: Other arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
+        optimizer: The optimizer to save, with the fp32 weights and the loss scale of half precision, and the random
+            state of every rank.
+        lr_scheduler: The scheduler to save, by its ``state_dict()``.
+        extra: The user's data: numbers, text, lists, dicts and tensors, identical on all ranks. A value may be an
+            :class:`~autopar.checkpoint.ShardedDict` (an EMA), whose shards load on any mesh.
+        keep_last: The number of checkpoints of the series (``step-100``, ``step-200``) to keep, counted from the last
+            save. Older ones are deleted, except for files in them that no save has written.
+        async_save: True to copy to host memory, return, and write in the background. If that fails, the next call or
+            ``model.wait_for_save()`` raises; call the latter at the end of the script.
+        adapter_only: True to write only the adapters of a ``PeftModel``, in the form of ``PeftModel.save_pretrained``.
+            Works with ``timeout`` only. Other files in the folder are kept.
+        tokenizer: A tokenizer or processor to save into the folder.
+        others: Further arguments of ``save_pretrained`` and of OSLO, if they ask for the default behavior.
 
     Raises:
-        CheckpointError: The same on every rank, with everything as it was before: an argument is wrong, a rank did not
-            call, died or could not write, or the model has changed since it was parallelized.
+        CheckpointError: An argument is wrong, a rank did not call, failed or could not write, or the model has changed
+            since it was parallelized. Identical on all ranks; nothing has changed.
     """
-    # Imported here, and where something is loaded or pushed: initialize loads none of it.
+    # Imported here, because initialize does not need it.
     from autopar.checkpoint.arguments import directory_of
     from autopar.checkpoint.save import save
 
@@ -96,8 +94,8 @@ def save_parallelized(
     def folder() -> object:
         if adapter_only and save_adapters is None:
             raise CheckpointError(
-                f"adapter_only=True: {type(self).__name__} holds 0 models of PEFT (PeftModel); it must be one, which "
-                "writes its adapters.\n  Make it with peft.get_peft_model before autopar.initialize."
+                f"adapter_only=True needs a PeftModel; got {type(self).__name__}, which contains none.\n"
+                "  Make it with peft.get_peft_model before autopar.initialize."
             )
         return directory_of(save_parallelized, directory, others)
 
@@ -111,7 +109,7 @@ def wait_for_save(self: nn.Module) -> None:
     """Wait for a save with ``async_save=True``; every rank calls it.
 
     Raises:
-        CheckpointError: the save failed, the same on every rank.
+        CheckpointError: The save failed. Identical on all ranks.
     """
     state_of(self).background.wait()
 
@@ -127,24 +125,24 @@ def from_parallelized(
     verify: bool = True,
     **others: Any,
 ) -> nn.Module:
-    """Load what ``save_parallelized`` wrote, in place, and return the model. Every rank calls it.
+    """Load a checkpoint of ``save_parallelized`` in place, and return the model. Every rank calls it.
 
-    Each rank reads the ranges that it holds now, straight from the shard files. Parameters keep their identity, device
-    and dtype. Mesh, ZeRO stage and precision may differ from those of the save; with an optimizer, training continues
-    from the saved fp32 weights wherever there are any.
+    Each rank reads only its ranges from the shard files. Parameters keep their identity, device and dtype. The mesh,
+    the ZeRO stage and the precision may differ from the save. With an optimizer, training continues from the saved
+    fp32 weights, if there are any.
 
     Args:
-        directory: The folder of the checkpoint. Also called ``save_directory`` or ``path``.
+        directory: The folder of the checkpoint. Aliases: ``save_directory``, ``path``.
         timeout: The seconds to wait for the other ranks to call.
-        optimizer: An optimizer of the same parameters, whose state and param groups are filled. The random state of
-            every rank is restored as well.
-        lr_scheduler: A scheduler that gets the saved ``state_dict()``.
+        optimizer: An optimizer of the same parameters, to be filled. The random state of every rank is restored too.
+        lr_scheduler: A scheduler that loads the saved ``state_dict()``.
         extra: A dict that receives the saved ``extra``.
-        verify: True to read every byte once first, each rank a share, and compare checksums.
+        verify: True to compare all checksums first; the ranks share the work.
+        others: Further arguments of transformers' and OSLO's loaders, if they ask for the default behavior.
 
     Raises:
-        CheckpointError: The same on every rank, with the model as it was before: the checkpoint is incomplete, damaged,
-            mixed or of another model, or a rank did not call or died.
+        CheckpointError: The checkpoint is incomplete, damaged, mixed or of another model, or a rank did not call or
+            failed. Identical on all ranks; nothing has changed.
     """
     from autopar.checkpoint.arguments import directory_of
     from autopar.checkpoint.load import load
@@ -163,12 +161,12 @@ def attach(
     hf_prefix: str = "",
     holders: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Give ``model``, the root model, its methods.
+    """Add the methods to ``model``, the root model.
 
     Args:
-        hf_model: The Hugging Face model in it, often ``model`` itself.
+        hf_model: The Hugging Face model in ``model``, often ``model`` itself.
         hf_prefix: The path of ``hf_model`` in ``model``, with or without the last dot; ``""`` if it is the root.
-        holders: The stages that hold each tensor, with a pipeline; the first of them writes it.
+        holders: Tensor name -> the stages that hold it, with a pipeline; the first of them writes it.
 
     Raises:
         ValueError: ``hf_model`` is at another path.
@@ -196,25 +194,25 @@ def detach(model: nn.Module) -> None:
         detach_hooks(model)
 
 
-# -- methods of the whole model ---------------------------------------------------------------------------------------
+# -- methods of the full model - ---------------------------------------------------------------------------------------
 
 
-PART = "this rank holds only its part of {model}: that of {ranks}.\n"
+PART = "this rank holds only its shards of {model} ({ranks}).\n"
 _EMBEDDINGS = (
-    "the embeddings of this {model} lie on several ranks: this is {ranks}.\n"
+    "the embeddings of {model} are sharded; this rank is {ranks}.\n"
     "  Set them before autopar.initialize, or after autopar.deparallelize(model)."
 )
-# Method -> what ConfigError says where the model is not whole on this rank.
+# Method -> the text of the ConfigError where a rank holds only shards of the model.
 _REFUSED = {
     "save_pretrained": PART + USE_INSTEAD,
-    "should_save_on_this_rank": PART + USE_INSTEAD,  # save_pretrained asks it, also if called through the class
+    "should_save_on_this_rank": PART + USE_INSTEAD,  # save_pretrained calls it, also if called through the class
     "set_input_embeddings": _EMBEDDINGS,
     "set_output_embeddings": _EMBEDDINGS,
 }
 
 
 def refused(name: str, text: str) -> Callable[..., Any]:
-    """Make a method that raises ConfigError if this rank holds a part of the model, else calls the class's method."""
+    """Make a method that raises ConfigError if this rank holds only shards, otherwise calls the class's method."""
     called = {"should_save_on_this_rank": "save_pretrained"}.get(name, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +233,7 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
 
 
 def counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
-    """Count the parameters of the full model, of which this rank holds a part; no communication."""
+    """Count the parameters of the full model from this rank's shards, without communication."""
     shard: ModelShard = vars(self)[MODEL_SHARD]
     found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
     paths = {id(module): path for path, module in self.named_modules()}
@@ -257,9 +255,9 @@ def counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
 
 
 def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB", **options: Any) -> str:
-    """``push_to_hub`` of the full model, with transformers' arguments; every rank calls it, and rank 0 uploads once.
+    """Upload the full model, with transformers' arguments; every rank calls it, and rank 0 uploads once.
 
-    Raises ConfigError for a model inside the parallelized one, and CheckpointError, the same on every rank.
+    Raises ConfigError for a model inside the parallelized one, and CheckpointError, identical on all ranks.
     """
     from autopar.checkpoint.hf_weights import push_merged
 
@@ -279,13 +277,13 @@ _WHOLE_MODEL_METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _refuse_pickle(self: Any, protocol: Any) -> Any:
-    """``__reduce_ex__`` of a root model: copies go on, pickling raises ConfigError."""
+    """Replace ``__reduce_ex__`` of a root model: copying continues to work, pickling raises ConfigError."""
     if sys._getframe(1).f_globals.get("__name__") == "copy":
         kind: Any = type(self)
         return kind.__reduce_ex__(self, protocol)
     shard = shard_of(self)
-    part = "" if shard is None else f", and this rank holds only what {describe_ranks(shard.ranks(self))} has of it"
+    part = "" if shard is None else f", and this rank holds only its shards ({describe_ranks(shard.ranks(self))})"
     raise ConfigError(
         f"{type(self).__name__} is parallelized and cannot be pickled (torch.save): it has process groups{part}.\n"
-        f"{USE_INSTEAD}\n  Or pickle what autopar.deparallelize(model) gives back."
+        f"{USE_INSTEAD}\n  Or pickle the model after autopar.deparallelize(model)."
     )

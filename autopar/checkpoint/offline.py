@@ -1,6 +1,6 @@
-"""Merge a sharded checkpoint into a Hugging Face one, or write the shards of another mesh, without model code.
+"""Merge a sharded checkpoint into a Hugging Face checkpoint, or reshard it for another mesh, without model code.
 
-One process, one tensor in memory at a time.
+One process runs, with one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, Part, parse_size, shard_name, versions
-from autopar.checkpoint.shards import Shards, write_shard
+from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, PartFiles, parse_size, shard_name, versions
+from autopar.checkpoint.shards import ShardReader, write_shard
 from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype, progress_bar
 from autopar.distributed.axis import MeshSizes
 from autopar.errors import CheckpointError
@@ -37,11 +37,11 @@ _FORMATS = {
 _NOT_SMALL = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|index\.json|tmp|lock)|autopar\.json|\..*"
 )
-_OUTSIDE = "wrapper.safetensors"  # modules of the user's own around the Hugging Face model, under their own names
+_OUTSIDE = "wrapper.safetensors"  # custom modules around the Hugging Face model, under their names in the root model
 
 
 def check_format(format: object) -> None:
-    """Raise CheckpointError for a format that is not offered."""
+    """Raise CheckpointError for an unknown format."""
     if format not in _FORMATS:
         raise CheckpointError(f"format={format!r} must be one of {', '.join(map(repr, _FORMATS))}")
 
@@ -62,7 +62,7 @@ def merge_checkpoint(
     Args:
         source: The folder that ``save_parallelized`` wrote.
         destination: The folder to make; it appears when it is complete.
-        max_shard_size: The largest size of a file of weights; a larger tensor gets a separate file.
+        max_shard_size: The maximum size of a file of weights; a larger tensor gets a separate file.
         format: ``safetensors`` or ``bin`` (``pytorch_model.bin``, which needs one file's tensors in memory at once).
         dtype: The dtype for floating-point tensors, for example ``bfloat16``; by default the saved one.
         force: True to replace a checkpoint in ``destination``; other files there are kept.
@@ -77,18 +77,17 @@ def merge_checkpoint(
     """
     check_format(format)
     size, chosen, folder = parse_size(max_shard_size), parse_dtype(dtype), Path(source)
-    with Shards(folder) as shards:
+    with ShardReader(folder) as shards:
         manifest = shards.manifest
         if manifest.base.forms and "base" not in manifest.parts:
             raise CheckpointError(
-                f"{folder} leaves out {len(manifest.base.forms)} quantized weights of {manifest.base.name}, without "
-                "which no model\n  can be read. Load it into the same base (from_parallelized), which has them."
+                f"{folder} lacks the {len(manifest.base.forms)} quantized weights of its base {manifest.base.name} and "
+                "cannot be merged\n  Load it with from_parallelized into the same base model."
             )
         adapted = [name for name in manifest.tensors if ".base_layer." in name or ".modules_to_save." in name]
         if adapted:
             raise CheckpointError(
-                f"{folder} holds a model with adapters of PEFT ({adapted[0]}), for which a Hugging Face checkpoint has "
-                "no place.\n"
+                f"{folder} holds a model with PEFT adapters ({adapted[0]}), which cannot be merged\n"
                 "  Load it (from_parallelized) and save the adapters with save_parallelized(adapter_only=True)."
             )
         has_config = "config.json" in manifest.along
@@ -109,7 +108,7 @@ def merge_checkpoint(
 
 
 class _Saved(NamedTuple):
-    """A tensor of a merged checkpoint: its form there, and from where it is read."""
+    """A tensor of a merged checkpoint: dtype, shape, and a function that opens it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -117,7 +116,7 @@ class _Saved(NamedTuple):
 
 
 def write_merged(
-    shards: Shards,
+    shards: ShardReader,
     folder: Path,
     max_shard_size: int,
     format: str,
@@ -133,7 +132,7 @@ def write_merged(
     manifest = shards.manifest
     saved, outside = _saved_tensors(shards, dtype)
     metadata = {"format": "pt"} | _notes(manifest, saved)
-    if "config.json" not in manifest.along:  # of a plain module; nothing else says whose file it is
+    if "config.json" not in manifest.along:  # of a custom module; the mark allows a later save to replace the file
         metadata[MERGED] = manifest.model_type
     pattern, index_name = _FORMATS[format]
     split = split_state_dict_into_shards_factory(
@@ -142,7 +141,7 @@ def write_merged(
     files: dict[str, int] = {}
     with progress_bar("merging", split.metadata["total_size"], progress) as bar:
         held = {file: {name: saved[name] for name in names} for file, names in split.filename_to_tensors.items()}
-        # modules of the user's own, which from_pretrained does not ask for
+        # custom modules get a separate file, because from_pretrained does not read them
         for file, tensors in (held | ({_OUTSIDE: outside} if outside else {})).items():
             if format == "safetensors" or file == _OUTSIDE:
                 with SafetensorsWriter(folder / file, {name: t[:2] for name, t in tensors.items()}, metadata) as writer:
@@ -163,8 +162,8 @@ def write_merged(
     return files
 
 
-def _saved_tensors(shards: Shards, dtype: torch.dtype | None) -> tuple[dict[str, _Saved], dict[str, _Saved]]:
-    """Return the tensors of a merged checkpoint by their names there, and those of modules around the model."""
+def _saved_tensors(shards: ShardReader, dtype: torch.dtype | None) -> tuple[dict[str, _Saved], dict[str, _Saved]]:
+    """Return the tensors of a merged checkpoint by saved name, and the tensors of modules around the model."""
     tensors = shards.manifest.tensors
     saved: dict[str, _Saved] = {}
     outside: dict[str, _Saved] = {}
@@ -188,14 +187,14 @@ def _saved_tensors(shards: Shards, dtype: torch.dtype | None) -> tuple[dict[str,
             saved[tensor.saved_as] = one("model", name, None)
         if tensor.outside:
             outside[name] = one("model", name, None)
-    for name, tensor in shards.manifest.quantized.items():  # their scales stay what they are
+    for name, tensor in shards.manifest.quantized.items():  # keep their dtypes, scales included
         kind = dtype_of(tensor.dtype)
         saved |= {piece.name: one("base", name, piece)._replace(dtype=kind) for piece in tensor.pieces}
     return saved, outside
 
 
 def _notes(manifest: Manifest, saved: Iterable[str]) -> dict[str, str]:
-    """Return the entries for torchao in the header of each file: the settings of every tensor of the model."""
+    """Return torchao's entries for the header of each file: the settings of every tensor."""
     if not manifest.base.notes:
         return {}
     found = dict.fromkeys(saved, json.dumps({"_type": "Tensor"}))
@@ -207,13 +206,13 @@ def _notes(manifest: Manifest, saved: Iterable[str]) -> dict[str, str]:
     return found | {"tensor_names": json.dumps([*found])}
 
 
-# -- the files beside the weights --------------------------------------------------------------------------------------
+# -- the small files ---------------------------------------------------------------------------------------------------
 
 
 def copy_small_files(source: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy config, tokenizer, templates, code and notes; into ``config.json`` goes ``dtype``, if one is given.
+    """Copy config, tokenizer, templates, code and notes; write ``dtype``, if given, into ``config.json``.
 
-    Sub-folders (of chat templates, of a second tokenizer) are copied, except those with weights: other checkpoints.
+    Sub-folders (of chat templates, of a second tokenizer) are copied unless they contain weights.
     """
     for path in sorted(source.iterdir()):
         if _NOT_SMALL.fullmatch(path.name):
@@ -231,7 +230,7 @@ def copy_small_files(source: Path, folder: Path, dtype: torch.dtype | None = Non
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("it holds no mapping")
+            raise ValueError("it must hold a JSON object")
     except ValueError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -251,17 +250,16 @@ def reshard_checkpoint(
     force: bool = False,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Write the shards of a mesh of ``tp`` x ``pp``; state of the optimizer included.
+    """Write the shards of a mesh of ``tp`` x ``pp``, including the optimizer's state.
 
-    Loading does not need this: ``from_parallelized`` reads the shards of any mesh. It saves each rank from opening
-    files of which it needs a part. Each kind of unit is sharded by itself: with uneven query heads, a rank may still
-    find one of its heads in its neighbor's file.
+    ``from_parallelized`` loads any checkpoint without resharding. After resharding each rank opens fewer files. Each
+    kind of unit is sharded separately: with uneven query heads, a rank may still need a head from its neighbor's file.
 
     Args:
         source: The folder that ``save_parallelized`` wrote.
         destination: The folder to make; it appears when it is complete.
         tp, pp: The sizes of the new mesh.
-        optimizer: True to take the optimizer's state along, if there is one.
+        optimizer: True to include the optimizer's state, if there is one.
         force: True to replace a checkpoint in ``destination``; other files there are kept.
         progress: True to show a progress bar; by default on a terminal.
 
@@ -273,7 +271,7 @@ def reshard_checkpoint(
     """
     check_sizes(tp, pp)
     folder = Path(source)
-    with Shards(folder, PARTS) as shards:
+    with ShardReader(folder, PARTS) as shards:
         shards.verify_along()
         old = shards.manifest
         parts = {name: part for name, part in old.parts.items() if optimizer or name != "optimizer"}
@@ -285,7 +283,7 @@ def reshard_checkpoint(
         shards.verify_share(parts)
         stages = stages_by_size(bytes_of["model"], pp)
         total = sum(sum(sizes.values()) for sizes in bytes_of.values())
-        written: dict[str, Part] = {}
+        written: dict[str, PartFiles] = {}
         with (
             output_folder("reshard", folder, destination, force) as staging,
             progress_bar("resharding", total, progress) as bar,
@@ -301,7 +299,7 @@ def reshard_checkpoint(
 
 
 def stages_by_size(sizes: Mapping[str, int], pp: int) -> dict[str, int]:
-    """Assign each tensor to a stage's file in state-dict order, with about equally many bytes in each."""
+    """Assign each tensor to a stage in state-dict order, with about the same number of bytes per stage."""
     ends = itertools.accumulate(sizes.values())
     total = max(1, sum(sizes.values()))
     middles = ((name, end - size / 2) for (name, size), end in zip(sizes.items(), ends, strict=True))
@@ -309,7 +307,7 @@ def stages_by_size(sizes: Mapping[str, int], pp: int) -> dict[str, int]:
 
 
 def _reshard(tensor: TensorPlan, tp: int) -> TensorPlan:
-    """Plan the same units over ``tp`` ranks. With fewer units than ranks several ranks hold the same one."""
+    """Plan the same units over ``tp`` ranks. With fewer units than ranks, several ranks hold the same unit."""
     if tensor.layout is None:
         return tensor
     return replace(tensor, layout=Layout.of(tensor.layout.dim, [block.over(tp) for block in tensor.layout.blocks]))
@@ -323,10 +321,10 @@ def write_part(
     mesh: tuple[int, int],
     stages: Mapping[str, int],
     bar: Any,
-) -> Part:
+) -> PartFiles:
     """Write all shard files of a part for the mesh ``(tp, pp)``, one shard at a time.
 
-    Tensors are converted to the dtypes of ``plans``; ``stages`` names the stage of each.
+    Tensors are converted to the dtypes of ``plans``. ``stages``: tensor name -> stage.
     """
     files: dict[str, FileRecord] = {}
 
@@ -337,13 +335,13 @@ def write_part(
     for t, p in ((t, p) for p in range(mesh[1]) for t in range(mesh[0])):
         specs = {
             key: (dtype_of(plan.dtype), plan.local_shape(t))
-            for key, plan in plans.items()  # of the ranks that hold the same, the first one's file gets it
+            for key, plan in plans.items()  # if several ranks hold the same shard, only the first one's file gets it
             if stages[key] == p and t == (0 if plan.layout is None else plan.layout.holders[t][0])
         }
-        if specs or part != "extra":  # most have one file
+        if specs or part != "extra":  # most checkpoints have one file of extra
             record = write_shard(staging.temp, staging.id, part, (t, p, 0), specs, shard)
             files[shard_name(part, t, p)] = record
-    return Part(part, plans, files)
+    return PartFiles(part, plans, files)
 
 
 def write_manifest(
@@ -366,4 +364,4 @@ def write_manifest(
 def check_sizes(tp: int, pp: int) -> None:
     """Raise CheckpointError unless both sizes can be made."""
     if min(tp, pp) < 1 or tp * pp > 4096:
-        raise CheckpointError(f"--tp {tp} and --pp {pp} must be at least 1, and make at most 4096 files")
+        raise CheckpointError(f"--tp and --pp must be at least 1, and make at most 4096 files; got {tp} and {pp}")

@@ -1,14 +1,15 @@
-"""The state of an optimizer as tensors under canonical names and metadata, for any tensor-parallel size.
+"""The state of an optimizer as named tensors and JSON metadata, for any tensor-parallel size.
 
 A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_avg``. There are two kinds:
 
-* **like** its parameter: it has the parameter's shape and layout.
-* **whole**: of a parameter that is replicated, or stepped as a full tensor, of any shape; and single numbers.
+* ``like``: a tensor with the shape and layout of its parameter.
+* ``whole``: a tensor that is saved in full: state of a replicated parameter or of one stepped as a full tensor (any
+  shape), and 0-dim tensors.
 
-Numbers, texts and None are in the metadata, and so are lists: the tensors in them (SOAP's matrices) are called
+The metadata holds numbers, texts, None, and lists; tensors in a list (SOAP's matrices) are called
 ``{parameter}::{key}[0]`` and so on. The fp32 weight of a half-precision parameter, which ``initialize`` keeps in
-``optimizer._autopar``, is a tensor ``{parameter}::master``: a run of any precision continues from the same numbers.
-The rest is JSON, the same on all ranks with the same parameters:
+``optimizer._autopar``, is the tensor ``{parameter}::master``, so that a run of any precision continues from it.
+The metadata is identical on all ranks with the same parameters:
 
     {"class": "torch.optim.adamw.AdamW", "masters": ["wte.weight", ...],
      "groups": [{"options": {"lr": 0.1, ...}, "params": ["wte.weight", ...]}, ...],
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
 
 LOSS_SCALE = "loss_scale"
-COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})  # 0-dim tensors that follow from the number of steps alone
-_ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
+COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})  # 0-dim tensors that depend only on the number of steps
+_ON_HOST = frozenset({"step", "mu_product"})  # torch makes them on the host, unless capturable or fused
 _VALUES = (type(None), bool, int, float, str)
 
 
@@ -49,9 +50,9 @@ class OptimizerState:
     """One rank's state of an optimizer, to be saved.
 
     Attributes:
-        tensors: name -> this rank's tensor, no copy.
-        plans: name -> its full shape, its dtype and its layout.
-        metadata: The rest, as JSON.
+        tensors: Name -> this rank's tensor, not copied.
+        plans: Name -> plan of the full tensor.
+        metadata: The remaining state, as JSON.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -60,14 +61,14 @@ class OptimizerState:
 
 
 Targets = dict[str, tuple[torch.Tensor, Layout | None]]
-"""Saved name -> the tensor to fill with this rank's shard by a layout, or with all if that is None."""
+"""Saved name -> the tensor to fill, and the layout of its shard (None: the full tensor)."""
 
 
 def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> OptimizerState:
-    """Collect this rank's state of the optimizer of ``model``, which is the root model or this rank's stage of it.
+    """Collect this rank's state of an optimizer of ``model``.
 
     Raises:
-        CheckpointError: A parameter is not the model's, or a state cannot be saved.
+        CheckpointError: A parameter does not belong to the model, or a state cannot be saved.
     """
     title, groups = _title(optimizer), named_groups(optimizer, model, plan)
     tensors: dict[str, torch.Tensor] = {}
@@ -84,11 +85,10 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
             return value
         if isinstance(key, str) and isinstance(value, list) and not isinstance(optimizer, torch.optim.LBFGS):
             return [entry(f"{key}[{index}]", item, name, parameter) for index, item in enumerate(value)]
-        if not isinstance(value, torch.Tensor) or not isinstance(key, str) or not alike(value, parameter):
+        if not isinstance(value, torch.Tensor) or not isinstance(key, str) or not sharded_alike(value, parameter):
             kind = "DTensor (fully_shard?)" if isinstance(value, DTensor) else type(value).__qualname__
             raise CheckpointError(
-                f"{title} keeps state {key!r} of {name} as a {kind}; for each parameter a checkpoint holds "
-                "tensors, numbers and lists of them only\n"
+                f"{title} keeps state {key!r} of {name} as a {kind}; expected a tensor, a number or a list of these\n"
                 "  Save without this optimizer, or use one whose state has the parameters' shapes."
             )
         due = as_stepped(optimizer, parameter, plan.tensors[name])
@@ -102,7 +102,7 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
     other = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     _, loose = encode(other, f"the state of {title}")
     if loose:
-        raise CheckpointError(f"{next(iter(loose))} is a tensor that belongs to no parameter; it cannot be saved")
+        raise CheckpointError(f"{next(iter(loose))} is a tensor that belongs to no parameter, which is not supported")
     masters = master_weights(optimizer, plan)
     for name, weight in masters.items():
         due = plan.tensors[name]
@@ -112,7 +112,7 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
         "masters": list(masters),
         "groups": [
             {
-                # the names of its parameters are saved in their canonical form anyway
+                # "params" below holds the canonical names
                 "options": {str(k): value for k, value in group.items() if k not in ("params", "param_names")},
                 "params": [name for name, _ in named],
             }
@@ -133,26 +133,26 @@ def prepare(
     saved: Mapping[str, TensorPlan],
     dtype_here: Callable[[str, torch.Tensor, torch.dtype], torch.dtype] = lambda name, parameter, dtype: dtype,
 ) -> tuple[Targets, Callable[[], None]]:
-    """Check that a saved state fits this optimizer, and allocate its tensors. Changes nothing.
+    """Check that a saved state fits this optimizer, and allocate its tensors. The optimizer does not change.
 
     Args:
-        plan: The plan of the full model for the tensor-parallel size now; the saved one may differ.
-        metadata: The merged metadata of all ranks that saved.
-        saved: Every optimizer tensor of the checkpoint, of all ranks.
-        dtype_here: A function of name, parameter and saved dtype: the dtype of a state of the parameter's shape.
+        plan: The plan of the full model for the current tensor-parallel size; the saved size may differ.
+        metadata: The merged metadata of all ranks of the save.
+        saved: The plans of all optimizer tensors of the checkpoint.
+        dtype_here: A function of name, parameter and saved dtype that returns the dtype of a state of kind ``like``.
 
     Returns:
-        The tensors to fill, and a function that then gives the optimizer this state instead of its own.
+        The tensors to fill, and a function that then replaces the optimizer's state with them.
 
     Raises:
-        CheckpointError: The metadata is damaged, or the state is another optimizer's.
+        CheckpointError: The metadata is damaged, or the state belongs to another optimizer.
     """
     title, groups = _title(optimizer), named_groups(optimizer, model, plan)
     before = OptimizerMetadata.parse(metadata)
-    if before.title.rpartition(".")[2] != title.rpartition(".")[2]:  # its module may have moved
+    if before.title.rpartition(".")[2] != title.rpartition(".")[2]:  # a class may move to another module
         raise CheckpointError(
-            f"the checkpoint holds the state of {before.title}, the optimizer is {title}\n"
-            f"  Make a {before.title.rpartition('.')[2]}, or load without optimizer."
+            f"the checkpoint holds the state of {before.title}; got a {title}\n"
+            f"  Make a {before.title.rpartition('.')[2]}, or load without optimizer=."
         )
     before.check_groups(groups, set(parameters_by_name(model, plan)), plan, title)
     before.check_names(saved)
@@ -200,19 +200,20 @@ def prepare(
 
 
 def _title(optimizer: Optimizer) -> str:
-    """Return module and class. Raises CheckpointError for a wrapper, whose ``state`` is not the used one."""
+    """Return the module and class. Raises CheckpointError for a wrapper, whose ``state`` is not the state in use."""
     title = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and value.state is not optimizer.state:
             raise CheckpointError(
-                f"{title} wraps a {type(value).__name__} (its attribute {name!r}) and does not hold its state itself\n"
-                f"  Pass that one: optimizer=optimizer.{name}, where each rank holds all of it; or save without."
+                f"{title} wraps a {type(value).__name__} (attribute {name!r}), which holds the state\n"
+                f"  Pass the wrapped optimizer: optimizer=optimizer.{name}, if each rank holds all of it; or save "
+                "without optimizer=."
             )
     return title
 
 
-def alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a state that is not a single number is sharded over the replicas as its parameter is."""
+def sharded_alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a state, unless it is 0-dim, is sharded over the replicas like its parameter."""
     if isinstance(value, DTensor) or (isinstance(parameter, DTensor) and value.ndim):
         return (
             isinstance(value, DTensor)
@@ -223,7 +224,7 @@ def alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def named_groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[list[tuple[str, nn.Parameter]]]:
-    """Return the named parameters of each group, without those of other stages (empty here)."""
+    """Return the named parameters of each group. Parameters of other stages, which are empty here, are left out."""
     canonical, parameters = plan.names, model.named_parameters(remove_duplicate=False)
     names = {id(parameter): canonical[name] for name, parameter in parameters if name in canonical}
     groups: list[list[tuple[str, nn.Parameter]]] = []
@@ -233,15 +234,14 @@ def named_groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[lis
                 raise CheckpointError(
                     f"parameter {position} of group {index} of {_title(optimizer)}, of shape {list(parameter.shape)}, "
                     f"is not a parameter of this {type(model).__name__}\n"
-                    "  Only a model's own optimizer can be saved with it. Was the parameter replaced after the "
-                    "optimizer was made?"
+                    "  Make the optimizer from this model's parameters, after the last one was replaced."
                 )
         groups.append([(names[id(p)], p) for p in group["params"] if id(p) in names])
     return groups
 
 
 def new_option(now: Any, saved: Any) -> Any:
-    """Return the saved option; a tensor that is there stays the same object, because a captured graph may hold it."""
+    """Return the saved option. An existing tensor is filled in place, because a captured graph may refer to it."""
     if isinstance(now, torch.Tensor) and now.shape == (saved.shape if isinstance(saved, torch.Tensor) else ()):
         return now.copy_(saved) if isinstance(saved, torch.Tensor) else now.fill_(saved)
     return saved
@@ -250,20 +250,20 @@ def new_option(now: Any, saved: Any) -> Any:
 def _describe(
     key: str, value: torch.Tensor, due: TensorPlan, tp_rank: int, tp: int, title: str
 ) -> tuple[TensorPlan, dict[str, Any]]:
-    """Return the plan of a state tensor with its name, and its entry in the metadata."""
+    """Return the plan of a state tensor, and its entry in the metadata."""
     name, shape, dtype = f"{due.name}::{key}", tuple(value.shape), dtype_name(value.dtype)
     local = due.local_shape(tp_rank)
     if shape == () and (key in COUNTERS or local != ()):
-        number = {} if key in COUNTERS else {"number": repr(value.item())}  # ranks that differ are refused
+        number = {} if key in COUNTERS else {"number": repr(value.item())}  # merge_metadata compares it between ranks
         return TensorPlan(name, shape, dtype), {"kind": "whole"} | number
     if shape == local:
         return TensorPlan(name, due.shape, dtype, due.layout), {"kind": "like"}
     if _is_sharded(due):
         raise CheckpointError(
-            f"{title} has state {key!r} of {due.name} of shape {list(shape)}; the parameter has {list(due.shape)}, of "
-            f"which tensor-parallel rank {tp_rank} of {tp} holds {list(local)}\n"
-            "  Statistics of a shard fit no other sharding. Give the optimizer to autopar.initialize(model, config,\n"
-            "  optimizer=optimizer), which steps whole parameters; or save without it."
+            f"{title} has state {key!r} of {due.name} of shape {list(shape)}; expected the shape of the shard that "
+            f"tensor-parallel rank {tp_rank} of {tp} holds, {list(local)}\n"
+            "  Statistics of a shard fit no other sharding. Pass the optimizer to autopar.initialize(model, config,\n"
+            "  optimizer=optimizer), which steps full parameters; or save without it."
         )
     return TensorPlan(name, shape, dtype), {"kind": "whole"}
 
@@ -285,9 +285,9 @@ def _tensors_of(entry: Any, name: str) -> Iterator[str]:
 def _form(
     kind: str, source: TensorPlan, due: TensorPlan, tp_rank: int, title: str
 ) -> tuple[tuple[int, ...], Layout | None]:
-    """Return local shape and layout of a state, saved as ``source``, of the parameter ``due``.
+    """Return the local shape and layout of a state of the parameter ``due`` that was saved as ``source``.
 
-    Raises CheckpointError if it was saved for another shape, or of the full parameter, which is sharded now.
+    Raises CheckpointError if its shape differs, or if it is state of a full parameter that is sharded now.
     """
     if kind == "like":
         if source.shape != due.shape:
@@ -297,9 +297,9 @@ def _form(
         return due.local_shape(tp_rank), due.layout
     if _is_sharded(due) and source.shape != ():
         raise CheckpointError(
-            f"{source.name} of {title} was saved of the whole parameter, which is sharded now\n"
-            "  Statistics of all of it fit no shard. Give the optimizer to autopar.initialize(model, config,\n"
-            "  optimizer=optimizer), which steps whole parameters; or load without it."
+            f"{source.name} of {title} was saved for the full parameter, which is sharded now\n"
+            "  Statistics of a full parameter fit no shard. Pass the optimizer to autopar.initialize(model, config,\n"
+            "  optimizer=optimizer), which steps full parameters; or load without it."
         )
     return source.shape, None
 
@@ -315,7 +315,7 @@ class OptimizerMetadata:
     """The decoded metadata.
 
     Attributes:
-        title: Module and class of the optimizer.
+        title: The module and class of the optimizer.
         members: The names of each group's parameters.
         options: The options of each group.
         state: Parameter -> key -> a value, a list, or the kind of a tensor.
@@ -349,9 +349,9 @@ class OptimizerMetadata:
             )
             names = [name for group in parsed.members for name in group]
             if len(set(names)) != len(names) or not {*state, *masters} <= set(names):
-                raise ValueError("its groups do not have each parameter once")
+                raise ValueError("each parameter must be in exactly one group")
             if any("params" in options for options in parsed.options):
-                raise ValueError("'params' is no option")
+                raise ValueError("'params' is not an option of a group")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, CheckpointError) as error:
             raise CheckpointError(
                 f"the state of the optimizer in the checkpoint is damaged: {reason(error)}"
@@ -361,28 +361,28 @@ class OptimizerMetadata:
     def check_groups(
         self, groups: Sequence[Sequence[tuple[str, nn.Parameter]]], here: set[str], plan: Plan, title: str
     ) -> None:
-        """Raise CheckpointError unless each parameter of ``groups`` is in the group in which it was, in any order.
+        """Raise CheckpointError unless each parameter is in the same group as in the save, in any order.
 
-        ``here`` are the names of the parameters of this rank's model; those of other stages are not compared.
+        ``here``: the names of the parameters of this rank's model. Parameters of other stages are not compared.
         """
         same = "\n  Make the same groups as in the run that saved it."
         if len(self.members) != len(groups):
             raise CheckpointError(
-                f"the checkpoint holds {len(self.members)} parameter groups of the optimizer, this {title} has "
+                f"the checkpoint holds {len(self.members)} parameter groups of the optimizer; this {title} has "
                 f"{len(groups)}{same}"
             )
         then = {name: index for index, names in enumerate(self.members) for name in names}
         now = {name: index for index, group in enumerate(groups) for name, _ in group}
         for name, index in now.items():
             if then.get(name) != index:
-                saved = f"in group {then[name]}" if name in then else f"in none.{nearest(name, then)}"
+                saved = f"in group {then[name]}" if name in then else f"in no group.{nearest(name, then)}"
                 raise CheckpointError(
                     f"{name} is in parameter group {index} of this {title}; it was saved {saved}{same}"
                 )
         missing = [name for name in then if name not in now and (name in here or name not in plan.tensors)]
         if missing:
             raise CheckpointError(
-                f"{len(missing)} of the {len(then)} parameters in the optimizer that was saved are not in this "
+                f"{len(missing)} of the {len(then)} parameters of the saved optimizer are missing in this "
                 f"{title}: {listed(missing)}"
             )
 
@@ -399,9 +399,9 @@ class OptimizerMetadata:
 
 
 def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the metadata of all ranks: stages hold other parameters, ZeRO replicas other states.
+    """Merge the metadata of all ranks: each stage has its own parameters, each ZeRO-1 replica its own states.
 
-    Raises CheckpointError if they differ in the class, an option, or the state of one parameter.
+    Raises CheckpointError if ranks differ in the class, an option, or the state of one parameter.
     """
     first = ranks[0]
     members = [dict.fromkeys(group["params"]) for group in first["groups"]]
@@ -410,13 +410,13 @@ def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def compare(what: str, one: Any, other: Any, rank: int) -> None:
         if one != other:
             raise CheckpointError(
-                f"ranks have different optimizers: {what} is {one!r} on the first and {other!r} on number {rank}"
+                f"ranks have different optimizers: {what} is {one!r} on rank 0 and {other!r} on rank {rank}"
             )
 
     for rank, other in enumerate(ranks[1:], 1):
         for key in ("class", "other"):
             compare(key, first[key], other[key], rank)
-        # A stage without parameters in a group has an empty group in its place.
+        # A stage without parameters of a group has an empty group there.
         compare("the number of parameter groups", len(members), len(other["groups"]), rank)
         for index, (mine, theirs) in enumerate(zip(first["groups"], other["groups"], strict=True)):
             for key in {**mine["options"], **theirs["options"]}:
@@ -435,7 +435,7 @@ def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def step_of(optimizer: torch.optim.Optimizer | None) -> ParallelStep | None:
-    """Return the object that ``initialize`` leaves on an optimizer; None without it."""
+    """Return the ParallelStep that ``initialize`` attached to an optimizer, or None."""
     return getattr(optimizer, "_autopar", None)
 
 
@@ -446,13 +446,13 @@ def keeps_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bo
 
 
 def as_stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, due: TensorPlan) -> TensorPlan:
-    """Return the plan of the tensor that the optimizer steps for a parameter: without layout, if it steps full ones."""
+    """Return the plan of the tensor that the optimizer steps for a parameter; a full tensor has no layout."""
     step = step_of(optimizer)
     return due if step is None or parameter not in step.whole else replace(due, layout=None)
 
 
 def parameters_by_name(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
-    """Return this rank's parameters by their canonical names, those that the plan knows."""
+    """Return the parameters of this rank that the plan contains, by canonical name."""
     canonical = plan.names
     parameters = model.named_parameters(remove_duplicate=False)
     return {canonical[name]: parameter for name, parameter in parameters if name in canonical}
@@ -464,7 +464,7 @@ def master_name(parameter: str) -> str:
 
 
 def master_weights(optimizer: torch.optim.Optimizer, plan: Plan) -> dict[str, torch.Tensor]:
-    """Return this rank's fp32 master weights, no copies, by the parameter's canonical name."""
+    """Return this rank's fp32 master weights, not copied, by the parameter's canonical name."""
     step = step_of(optimizer)
     if step is None or step.masters is None:
         return {}
@@ -474,9 +474,9 @@ def master_weights(optimizer: torch.optim.Optimizer, plan: Plan) -> dict[str, to
 
 
 class TrainingWeights:
-    """The saved tensors that fill the weights of a model in training, whatever precision either has.
+    """Choose the saved tensors that fill the weights of a model in training, for any two precisions.
 
-    Making it checks the checkpoint and changes nothing.
+    The constructor checks the checkpoint and changes nothing.
 
     Args:
         optimizer: The optimizer to load; None loads the model alone.
@@ -509,15 +509,15 @@ class TrainingWeights:
                 raise CheckpointError(f"the loss scale in the checkpoint is damaged: {error!r}") from error
 
     def source(self, name: str, dtype: torch.dtype) -> tuple[str, str]:
-        """Return the tensor and the part from which a model's tensor of ``dtype`` is read: the most precise one.
+        """Return the name and the part of the saved tensor that fills a model's tensor of ``dtype``.
 
-        If the checkpoint has the model's tensor in that dtype, these are its own bits.
+        It is the model's saved tensor if its dtype is the same, otherwise the fp32 weight if there is one.
         """
         same = self._manifest.tensors[name].dtype == dtype_name(dtype)
         return (name, "model") if same or name not in self._saved else (self._saved[name], "optimizer")
 
     def keeps_all(self, name: str, dtype: torch.dtype) -> bool:
-        """Return whether training continues with every bit, though the model's tensor has another dtype."""
+        """Return whether training continues without rounding, although the model's tensor has another dtype."""
         return self._now(name, dtype) == self._then(name)
 
     def drops(self, name: str, dtype: torch.dtype) -> bool:
@@ -533,7 +533,7 @@ class TrainingWeights:
         return torch.float32 if name in self._saved else dtype_of(self._manifest.tensors[name].dtype)
 
     def state_dtype(self, name: str, parameter: torch.Tensor, saved: torch.dtype) -> torch.dtype:
-        """Return the dtype of a state of its parameter's shape: the stepped weight's if it was saved in that."""
+        """Return the dtype of a state of kind ``like``: the stepped weight's dtype if both were saved in one dtype."""
         return self._now(name, parameter.dtype) if saved == self._then(name) else saved
 
     def finish(self) -> None:

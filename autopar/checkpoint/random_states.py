@@ -1,7 +1,7 @@
-"""The random states of one rank as JSON, and the saved one from which a rank of another mesh continues.
+"""Save the random states of a rank as JSON, and choose the state from which a rank of another mesh continues.
 
-A state holds Python's, numpy's and torch's default generators, the current GPU's, and the named streams of the
-toolbox's tracker (``mpu.random_tracker``). No collective: each rank takes and restores its own.
+A state consists of the default generators of Python, numpy, torch and the current GPU, and of the named streams of
+``mpu.random_tracker``. Each rank saves and restores its state without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.storage.json_values import Json, decode, encode_inline
 
 _WHERE = "random states"
 _MT19937 = 624  # words of numpy's state
-_SPREAD = 1 << 20  # more than there are tensor-parallel ranks
+_SPREAD = 1 << 20  # more than the number of tensor-parallel ranks
 
 
 def take(tracker: Any = None) -> Json:
@@ -32,26 +32,24 @@ def take(tracker: Any = None) -> Json:
     """
     now = Generators.now()
     if now.numpy["bit_generator"] != "MT19937":
-        raise CheckpointError(
-            f"numpy's default generator is {now.numpy['bit_generator']}; only MT19937 can be restored"
-        )
+        raise CheckpointError(f"numpy's default generator must be MT19937, got {now.numpy['bit_generator']}")
     default = {"python": now.python, "numpy": now.numpy, "torch": now.torch.cpu, "cuda": now.torch.cuda}
     return encode_inline({**default, "streams": None if tracker is None else dict(tracker.get_states())}, _WHERE)
 
 
 def check(value: Json, tracker: Any) -> None:
-    """Raise CheckpointError if ``value`` is damaged, ConfigError if a feature is missing that :func:`restore` needs."""
+    """Raise CheckpointError if ``value`` is damaged, ConfigError if :func:`restore` needs a feature that is missing."""
     if _checked(value)["streams"] is not None and tracker is None:
         registry.need("RandomStateTracker", "the named random streams in the checkpoint")
 
 
 def restore(value: Json, tracker: Any = None) -> Any:
-    """Continue with the states of :func:`take` or :func:`choose`; return the tracker of the named streams.
+    """Restore the states of :func:`take` or :func:`choose`; return the tracker of the named streams.
 
-    Without a saved GPU state, or without a GPU, that one is left as it is.
+    The GPU's generator is left unchanged if there is no saved GPU state or no GPU.
 
     Raises:
-        CheckpointError: ``value`` is damaged; nothing has changed.
+        CheckpointError: ``value`` is damaged. Nothing has changed.
     """
     states = _checked(value)
     if states["streams"] is not None:
@@ -65,26 +63,25 @@ def restore(value: Json, tracker: Any = None) -> Any:
 def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int, cp: int = 0) -> Json:
     """Choose the state from which the rank at ``(tp, pp, dp, cp)`` continues.
 
-    * A rank that was there when the checkpoint was saved has the same state again.
-    * Another one has that of stage 0 and tensor-parallel rank 0 of its replica: the default generators of a replica are
-      equal. Its named streams are new ones, because those differ between tensor-parallel ranks.
-    * A new replica continues like replica 0 if the saved replicas had equal states (they draw equally on purpose, or
-      there was only one); otherwise all its states are derived from replica 0's.
-    * A new context-parallel rank continues like rank 0 of its group, whose default generators are equal.
+    * A rank with the coordinates of a saved rank gets the saved state.
+    * A new rank of a saved replica gets the default generators of stage 0 and tensor-parallel rank 0, which are equal
+      in a replica, and new named streams, which differ between tensor-parallel ranks.
+    * A new replica gets the state of replica 0 if all saved replicas had equal states, otherwise a derived state.
+    * A new context-parallel rank gets the state of rank 0 of its group, whose default generators are equal.
 
-    Derived means: seeded with the number that the saved generator draws next, plus a number of the rank. The same
+    A derived state is seeded with the next number of replica 0's generator plus a number of the rank, so the same
     checkpoint and mesh always give the same states.
 
     Args:
-        saved: One entry per rank: ``{"tp": 0, "pp": 0, "dp": 0, "cp": 0, "state": result of take}``.
+        saved: The entries of all ranks: ``{"tp": 0, "pp": 0, "dp": 0, "cp": 0, "state": result of take}``.
 
     Raises:
-        CheckpointError: An entry is damaged, or that of the first rank is missing.
+        CheckpointError: An entry is damaged, or the entry of the first rank is missing.
     """
     try:
         states: dict[tuple[int, int, int], Json] = {
             (int(entry["tp"]), int(entry["pp"]), int(entry["dp"])): entry["state"]
-            for place in (0, cp)  # the rank's own one comes last, and stays
+            for place in (0, cp)  # the rank's entry comes last and takes precedence
             for entry in saved
             if int(entry["cp"]) == place
         }
@@ -104,7 +101,7 @@ def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int, cp: in
 
 
 def _seeded(base: Json, tp: int, dp: int) -> Json:
-    """Seed the states of a new replica: default generators equally on its tensor-parallel ranks, streams not."""
+    """Seed the states of a new replica. Only the streams differ between its tensor-parallel ranks."""
     states = _checked(base)
     seed = _draw(states["torch"]) + dp * _SPREAD
     default = TorchGenerators.of_seed(seed, cuda=True)
@@ -132,20 +129,20 @@ def _draw(state: torch.Tensor) -> int:
 
 
 def _checked(value: Json) -> dict[str, Any]:
-    """Decode the states. Raises CheckpointError unless every generator takes its own."""
+    """Decode the states. Raises CheckpointError unless every generator accepts its state."""
     keys = ("python", "numpy", "torch", "cuda", "streams")
     if not isinstance(value, Mapping) or set(value) != set(keys):
-        raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: they are not {', '.join(keys)}")
+        raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: expected the keys {', '.join(keys)}")
     states: dict[str, Any] = decode(dict(value), where=_WHERE)
     try:
         random.Random().setstate(states["python"])
         np.random.RandomState().set_state(states["numpy"])
         if not 0 <= states["numpy"]["state"]["pos"] <= _MT19937:  # numpy would read beyond its memory
-            raise ValueError("the position of numpy's generator is impossible")
+            raise ValueError(f"the position of numpy's generator must be between 0 and {_MT19937}")
         _check(states["torch"], states["cuda"])
         for name, stream in (states["streams"] or {}).items():
             if not isinstance(name, str) or set(stream) != {"seed", "cpu", "cuda"}:
-                raise ValueError(f"{name!r} is no stream")
+                raise ValueError(f"{name!r} is not a stream")
             if type(stream["seed"]) is not int or not -(1 << 63) <= stream["seed"] < 1 << 64:
                 raise ValueError(f"the seed of stream {name!r} is {stream['seed']!r}")
             _check(stream["cpu"], stream["cuda"])
@@ -157,6 +154,6 @@ def _checked(value: Json) -> dict[str, Any]:
 def _check(cpu: Any, cuda: Any) -> None:
     torch.Generator().set_state(cpu)
     if cuda is not None and (not isinstance(cuda, torch.Tensor) or cuda.dtype != torch.uint8):
-        raise ValueError("the state of the GPU's generator is no tensor of bytes")
+        raise ValueError("the state of the GPU's generator must be a tensor of bytes")
     if cuda is not None and (found := accelerator()) is not None:
         torch.Generator(found.type).set_state(cuda)

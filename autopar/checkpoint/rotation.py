@@ -1,7 +1,7 @@
-"""Keep the last n checkpoints of a series: neighboring folders whose names differ only in the number at their end.
+"""Keep the last n checkpoints of a series: sibling folders whose names differ only in the number at the end.
 
-The order of the saves, which each manifest counts, says which is the newest. Times change when folders are copied, and
-the numbers in the names begin again at a lower one when a run goes back.
+The newest checkpoint is found by the order of the saves, which each manifest records. Times change when a folder is
+copied, and numbers in names decrease when a run goes back to an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ORDER = re.compile(rb'\n "order": (\d{1,18}),\n')
 
 
 def series(path: str | os.PathLike[str]) -> tuple[str, int] | None:
-    """Split a folder's name into the part before the number at its end and the number: ``("step-", 100)``, or None."""
+    """Split a folder's name before the number at its end: ``("step-", 100)``, or None without a number."""
     found = _NUMBERED.fullmatch(Path(path).name)
     return None if found is None else (found[1], int(found[2]))
 
@@ -31,22 +31,21 @@ def check_keep_last(target: str | os.PathLike[str], keep_last: object) -> None:
     """Raise CheckpointError unless ``keep_last`` is a positive integer and the target's name ends in a number."""
     if not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1:
         raise CheckpointError(
-            f"keep_last={keep_last!r} must be a whole number of at least 1\n"
-            "  It counts the checkpoint that is being saved; leave it out to keep all."
+            f"keep_last={keep_last!r} must be a positive integer\n"
+            "  It counts the new checkpoint too. Leave it out to keep all checkpoints."
         )
     target = os.path.realpath(target)
     if series(target) is None:
         raise CheckpointError(
-            f"{os.path.basename(target)!r} does not end in a number, so it is not known which checkpoints are older\n"
-            "  With keep_last= a folder is called like step-100, checkpoint-7 or epoch3; those that differ only in\n"
-            "  the number are one series, and those that were saved last are kept."
+            f"keep_last= needs a folder name that ends in a number; got {os.path.basename(target)!r}\n"
+            "  Use names such as step-100, checkpoint-7 or epoch3. Names that differ only in the number are one series."
         )
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder holds a checkpoint in autopar's form; False for a symbolic link.
+    """Return whether a folder holds a sharded checkpoint; False for a symbolic link.
 
-    A merged folder looks like any model's, a user's base model included, and is never deleted.
+    A merged folder may be the user's base model, so it is never deleted.
     """
     return not folder.is_symlink() and (folder / MANIFEST).is_file()
 
@@ -58,14 +57,14 @@ def next_order(target: Path) -> int:
 
 
 def rotate(target: Path, keep_last: int) -> list[Path]:
-    """Delete checkpoints of the target's series, so that the ``keep_last`` ones remain that were saved last.
+    """Delete the oldest checkpoints of the target's series, and keep the last ``keep_last``.
 
-    Only files that a save has written are deleted; other files in the folder stay, with a warning. A checkpoint
-    stops being one at once: its manifest is renamed. The next call deletes what a killed call left. A checkpoint that
-    cannot be deleted gives a warning only, because the new one is written.
+    Only files that a save has written are deleted; files of the user stay, with a warning. The manifest is renamed
+    first, so that a partly deleted folder does not count as a checkpoint; the next call completes the deletion. A
+    checkpoint that cannot be deleted gives a warning, because the new one is written already.
 
     Args:
-        target: The checkpoint that was just written, which always stays; or a symbolic link to it.
+        target: The new checkpoint, which always stays, or a symbolic link to it.
         keep_last: The number of checkpoints that remain, ``target`` included.
 
     Returns:
@@ -74,7 +73,7 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
     target = Path(os.path.realpath(target))
     stem, _ = series(target) or ("", 0)
     for path, kind in _folders(target.parent, stem):
-        if is_checkpoint(path):  # a hidden one may be what an interrupted save was about to replace
+        if is_checkpoint(path):  # a hidden one may be the checkpoint that an interrupted save was replacing
             continue
         if kind == "old" or (kind == "tmp" and time.time() - path.stat().st_mtime > ABANDONED):
             shutil.rmtree(path, ignore_errors=True)
@@ -85,7 +84,7 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
 
 
 def _folders(parent: Path, stem: str) -> list[tuple[Path, str]]:
-    """Return the folders of a series, lowest number first, and hidden ones of a killed save with ``tmp`` or ``old``."""
+    """Return the folders of a series, lowest number first; a hidden folder of a killed save has ``tmp`` or ``old``."""
     found = []
     for entry in os.scandir(parent) if parent.is_dir() else ():
         hidden = HIDDEN.fullmatch(entry.name)
@@ -110,16 +109,16 @@ def members(parent: Path, stem: str) -> list[tuple[int, int, Path]]:
 
 
 def _try_to_remove(path: Path) -> bool:
-    """Delete the files of a checkpoint, and its folder unless it holds other files; False, with a warning, if it fails.
+    """Delete the files of a checkpoint, and its folder if it is then empty. Return False, with a warning, on failure.
 
-    A process that is killed leaves it complete, or without a manifest and with a note of the files to delete.
+    A killed process leaves it complete, or with a renamed manifest that lists the files still to delete.
     """
     try:
         note = MANIFEST if (path / MANIFEST).exists() else REMOVED
         try:
             manifest = Manifest.read(path, note)
         except CheckpointError:
-            os.stat(path / note)  # another process deletes the checkpoint, or it is not whole
+            os.stat(path / note)  # raises FileNotFoundError if another process deletes the checkpoint
             raise
         ours = {*manifest.along, *manifest.files, MANIFEST, REMOVED}
         folders = {entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)}  # the user's
@@ -139,26 +138,25 @@ def _try_to_remove(path: Path) -> bool:
         return False
     if others:
         warnings.warn(
-            f"{path} is no checkpoint any more, but the folder stays: {listed(others)} in it "
-            f"{'was' if len(others) == 1 else 'were'} not written by the save",
+            f"the checkpoint {path} was deleted, but the folder stays: the save did not write {listed(others)}",
             stacklevel=3,
         )
     return True
 
 
-# -- the checkpoint to go on from --------------------------------------------------------------------------------------
+# -- the newest checkpoint ---------------------------------------------------------------------------------------------
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """Return the checkpoint of a series that was saved last, or None if there is none yet.
+    """Return the last saved checkpoint of a series, or None if there is none.
 
-    The order of saves counts, not the numbers: a run that went back from step-400 to step-200 and saved step-300
-    continues from that. An interrupted save leaves no checkpoint. Reads the disk, without communication: on a shared
-    disk every rank finds the same, and ``from_parallelized`` raises if ranks differ.
+    The order of saves counts, not the number in the name: a run that went back from step-400 to step-200 and saved
+    step-300 continues from step-300. There is no communication. On a shared disk every rank finds the same folder, and
+    ``from_parallelized`` raises if ranks differ.
 
     Args:
-        directory: The folder that holds ``step-100``, ``step-200`` ...; with several series in it, also the beginning
-            of their names: ``run/step-``.
+        directory: The folder that holds ``step-100``, ``step-200`` ...; if it holds several series, followed by the
+            beginning of their names: ``run/step-``.
 
     Raises:
         CheckpointError: The folder holds several series.
@@ -174,7 +172,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     if len(stems) > 1:
         raise CheckpointError(
             f"{parent} holds checkpoints of {len(stems)} series: {listed(sorted(f'{stem}*' for stem in stems))}\n"
-            f'  Say which: autopar.latest("{parent / min(stems)}")'
+            f'  Choose one: autopar.latest("{parent / min(stems)}")'
         )
     found = [member for stem in stems for member in members(parent, stem)]
     return max(found)[2] if found else None

@@ -1,7 +1,7 @@
-"""Save a parallelized model: every rank writes its own bytes; the folder appears whole or not at all.
+"""Save a parallelized model. Every rank writes its tensors, without gathering ([Note: checkpoints]).
 
-Nothing is gathered. Ranks that hold the same tensors are compared, and write equal shares of the rows, which rank 0
-deals (:func:`shares`) in the same exchange.
+Ranks that hold the same tensors compare them. In the same exchange rank 0 assigns each of them an equal number of rows
+to write (:func:`shares`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar import registry
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, seconds
 from autopar.checkpoint.extra import Extra, check_extra, check_replicas
-from autopar.checkpoint.format import PARTS, FileRecord, Manifest, Part, QuantizedBase, shard_name, versions
+from autopar.checkpoint.format import PARTS, FileRecord, Manifest, PartFiles, QuantizedBase, shard_name, versions
 from autopar.checkpoint.offline import write_merged
 from autopar.checkpoint.optimizer_state import (
     LOSS_SCALE,
@@ -34,7 +34,7 @@ from autopar.checkpoint.optimizer_state import (
     take,
 )
 from autopar.checkpoint.rotation import next_order, rotate
-from autopar.checkpoint.shards import Shards, write_shard
+from autopar.checkpoint.shards import ShardReader, write_shard
 from autopar.checkpoint.staging import Staging, fsync, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
 from autopar.compat.c10d import in_fake_world
@@ -51,7 +51,7 @@ from autopar.storage.safetensors_io import dtype_name
 Made = TypeVar("Made")
 
 _SHARDS = ".shards"  # inside the temporary folder, while merging
-LEAST = 64 << 20  # bytes for each rank; of less, fewer ranks write
+LEAST = 64 << 20  # bytes per rank; for smaller checkpoints, fewer ranks write
 
 
 def save(
@@ -63,7 +63,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
 ) -> None:
-    """See :func:`autopar.checkpoint.methods.save_parallelized`. ``arguments`` are those of :class:`SaveRequest`."""
+    """See :func:`autopar.checkpoint.methods.save_parallelized`. ``arguments`` are the arguments of SaveRequest."""
     state = state_of(model)
     mpu = state.mpu
 
@@ -73,15 +73,15 @@ def save(
         given = [name for name, value in training.items() if value is not None]
         if request.merge_checkpoints and given:
             raise CheckpointError(
-                f"{given[0]}= cannot be saved with merge_checkpoints=True: a Hugging Face checkpoint has no place for "
-                "it. Save shards, and merge them with `autopar merge` where the model alone is needed."
+                f"{given[0]}= is not supported with merge_checkpoints=True: a Hugging Face checkpoint cannot hold it\n"
+                "  Save shards, and merge them with `autopar merge` where you need only the model."
             )
         if request.merge_checkpoints:
             state.check_whole("merge_checkpoints=True", quantized=True)
             for check in state.before_merge:
                 check(model)
         if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
-            raise CheckpointError(f"tokenizer= must have save_pretrained, which a {type(tokenizer).__name__} has not")
+            raise CheckpointError(f"tokenizer must have a save_pretrained method; got {type(tokenizer).__name__}")
         local = snapshot(model, optimizer, lr_scheduler, extra)
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
         call = {"model": model_id, "saved with": given, **asdict(request)}
@@ -92,24 +92,25 @@ def save(
         writer.run(mpu, local)
         return
     copied: list[Snapshot] = []
-    all_ranks(mpu, lambda: copied.append(local.copied()))  # a rank whose memory does not suffice stops all of them
-    writer.stage(mpu)  # a folder that cannot be written is reported now, by this call
+    all_ranks(mpu, lambda: copied.append(local.copied()))  # a rank without enough memory stops all ranks
+    writer.stage(mpu)  # so that this call, not the next one, reports a folder that cannot be written
     state.background.start(mpu, copied[0], writer.run)
 
 
 def prepare_alike(
     model: nn.Module, timeout: float, prepare: Callable[[], tuple[dict[str, Any], Made, Snapshot]]
 ) -> tuple[Made, Snapshot]:
-    """Check that all ranks make the same call and hold the same values; deal the writing. Collective.
+    """Check that all ranks make the same call and hold the same values; assign the rows to write. Collective.
 
-    ``prepare`` returns the arguments of the call, the object that writes, and this rank's snapshot.
+    Args:
+        prepare: A function that returns the arguments of the call, the object that writes, and this rank's snapshot.
 
     Raises:
-        CheckpointError: The ranks differ; the same on every rank, before anything changes.
+        CheckpointError: The ranks differ. The error is identical on all ranks, and nothing has changed.
     """
     state = state_of(model)
     state.background.wait()
-    barrier(state.mpu, "save_parallelized", seconds(timeout, 20.0))  # what is wrong with it, all ranks say afterwards
+    barrier(state.mpu, "save_parallelized", seconds(timeout, 20.0))  # check() reports a wrong timeout, on all ranks
     prepared: list[tuple[Made, Snapshot]] = []
 
     def check() -> dict[str, Any]:
@@ -117,7 +118,7 @@ def prepare_alike(
         call, writer, local = prepare()
         prepared.append((writer, local))
         checked = getattr(getattr(vars(model).get("_autopar"), "config", None), "consistency_check", True)
-        digests: dict[str, tuple[str, int]] = {}  # canonical name -> dtype and number
+        digests: dict[str, tuple[str, int]] = {}  # canonical name -> dtype and digest
         for name, parameter in model.named_parameters() if checked else ():
             if name in state.plan.names and not parameter.is_meta:
                 shard = local_part(parameter.detach())
@@ -127,7 +128,7 @@ def prepare_alike(
         return {"call": call, "digests": digests, "extra": own, "held": local.sizes()}
 
     def compare(ranks: list[dict[str, Any]]) -> list[dict[str, Range]]:
-        check_same_call([rank.get("call", rank) for rank in ranks])  # one of them may load
+        check_same_call([rank.get("call", rank) for rank in ranks])  # a rank may call from_parallelized instead
         ((_, local),) = prepared
         rows = state.mpu.fsdp.size if local.fsdp else None
         check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.places(), rows)
@@ -137,30 +138,30 @@ def prepare_alike(
 
     mine = deal(state.mpu, check, compare)
     ((made, local),) = prepared
-    return made, local.cut({} if in_fake_world() else mine)  # there, ranks that stand for others report their sets
+    return made, local.cut({} if in_fake_world() else mine)  # a fake world has no rank to write for
 
 
 def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
-    """Deal the bytes to write, equally many for each rank as far as it holds them.
+    """Assign the bytes to write to the ranks that hold them, as evenly as possible.
 
     Args:
-        held: The sets of tensors of each rank (:attr:`Snapshot.sets`), with the bytes and a digest of each set.
+        held: For each rank, its sets of tensors (:attr:`Snapshot.sets`): key -> bytes and digest of the set.
 
     Returns:
-        The bytes ``[start, stop)`` of sets that each rank writes.
+        For each rank, key of a set -> the bytes ``[start, stop)`` that the rank writes.
     """
     first: dict[str, list[Any]] = {}
     ranks: dict[str, list[int]] = {}
     for rank, theirs in enumerate(held):
         for key, described in theirs.items():
-            if first.setdefault(key, described) == described:  # else it holds less of them than the first one
+            if first.setdefault(key, described) == described:  # otherwise it holds fewer tensors than the first rank
                 ranks.setdefault(key, []).append(rank)
     used = min(1.0, sum(size for size, _ in first.values()) / (LEAST * len(held)))
     loads, result = [0] * len(held), [dict[str, Range]() for _ in held]
-    for key in sorted(ranks, key=lambda key: len(ranks[key])):  # who has no choice comes first
+    for key in sorted(ranks, key=lambda key: len(ranks[key])):  # sets that few ranks hold come first
         writers, size = ranks[key][: max(1, math.ceil(used * len(ranks[key])))], first[key][0]
         lowest, total, level = sorted(writers, key=loads.__getitem__), size, 0
-        for count, rank in enumerate(lowest, 1):  # fill the lowest ones up to the same level
+        for count, rank in enumerate(lowest, 1):  # raise the least loaded ranks to the same level
             if count > 1 and level <= loads[rank]:
                 break
             total += loads[rank]
@@ -176,7 +177,7 @@ def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
 
 
 class Writer:
-    """Write one save after all checks, maybe in the background."""
+    """Write one save after all checks, possibly in the background."""
 
     def __init__(self, model: nn.Module, state: State, request: SaveRequest, tokenizer: Any) -> None:
         self.state, self.request, self.tokenizer = state, request, tokenizer
@@ -186,12 +187,12 @@ class Writer:
         self.staged: tuple[Path, str] | None = None  # the folder to write into, the id of the save
 
     def _left(self, *, finishing: bool = False) -> str:
-        """Return what a failed save leaves, for its error."""
+        """Return the state of the folder after a failed save, for the error."""
         if self.staging is not None and self.staging.committed:
-            return f"{self.staging.target} is written and whole."
+            return f"{self.staging.target} is written and complete."
         if finishing and self.state.mpu.rank != 0:
-            return f"{self.request.directory} holds the previous or the new checkpoint, whole."
-        return f"Nothing was written to {self.request.directory}; a checkpoint that was there is untouched."
+            return f"{self.request.directory} holds the previous or the new checkpoint, complete."
+        return f"Nothing was written to {self.request.directory}; an earlier checkpoint there is unchanged."
 
     def stage(self, peers: Ranks) -> tuple[Path, str]:
         """Make the temporary folder. Collective."""
@@ -200,7 +201,7 @@ class Writer:
         return self.staged
 
     def run(self, peers: Ranks, local: Snapshot) -> None:
-        """Write, and put the folder in its place. Collective."""
+        """Write the files, and rename the folder into place. Collective."""
         try:
             folder, save_id = self.staged or self.stage(peers)
             reports = all_ranks(peers, lambda: self.write_shards(local, folder, save_id), self._left)
@@ -210,7 +211,7 @@ class Writer:
                 self.staging.discard()
 
     def make_folder(self) -> list[str]:
-        """Make the temporary folder, on rank 0; return its path and the id of the save."""
+        """Make the temporary folder on rank 0; return its path and the id of the save."""
         self.staging = Staging(Path(self.request.directory))
         folder = self.staging.temp / (_SHARDS if self.request.merge_checkpoints else "")
         if self.request.merge_checkpoints:
@@ -226,13 +227,13 @@ class Writer:
                 continue
             if not folder.is_dir():
                 raise CheckpointError(
-                    f"{folder} was removed by another program, or rank {mpu.rank} does not see rank 0's files\n"
+                    f"rank {mpu.rank} does not see the folder {folder} that rank 0 made\n"
                     "  Save to a file system that all nodes share."
                 )
             specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
             record = write_shard(folder, save_id, part, place, specs, tensors.__getitem__, local.rows[part])
             written[part] = record.to_json()
-        for part in written:  # the disk has begun with the first file while the last one was written
+        for part in written:  # after all writes, so that the disk works on the first file during the last write
             name = shard_name(part, *place)
             try:
                 fsync(folder / name)
@@ -241,7 +242,7 @@ class Writer:
         return {**local.report, "files": written}
 
     def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
-        """Write the manifest and the small files on rank 0, and put the folder in its place."""
+        """Write the manifest and the small files on rank 0, and rename the folder into place."""
         assert self.staging is not None
         temp = self.staging.temp
         known = {path.name for path in temp.iterdir()}
@@ -255,7 +256,7 @@ class Writer:
         forms = {name: tensor.quantized for name, tensor in self.state.quantized.items()}
         replace(manifest, order=order, base=QuantizedBase(self.base_name, forms, notes)).write(folder)
         if self.request.merge_checkpoints:
-            with Shards(folder) as shards:
+            with ShardReader(folder) as shards:
                 write_merged(shards, temp, self.request.max_shard_size, self.request.format, progress=False)
             shutil.rmtree(folder)
         fsync_files(temp)
@@ -265,7 +266,7 @@ class Writer:
 
 
 def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: Mapping[str, str]) -> Manifest:
-    """Make the manifest of the reports of all ranks. Raises CheckpointError if they contradict each other."""
+    """Make the manifest from the reports of all ranks. Raises CheckpointError if they contradict each other."""
     dtypes: dict[str, str] = {}
     files: dict[str, dict[str, FileRecord]] = {}
     for rank, report in enumerate(reports):
@@ -276,20 +277,20 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
             record = FileRecord.from_json(entry)
             files.setdefault(part, {})[shard_name(part, record.tp, record.pp, record.dp)] = record
     model = {name: replace(tensor, dtype=dtypes.get(name, tensor.dtype)) for name, tensor in state.plan.tensors.items()}
-    parts = {"model": Part("model", model, files["model"])}
+    parts = {"model": PartFiles("model", model, files["model"])}
     training = dict(reports[0]["training"])
     for part in ("base", "optimizer", "extra"):
         plans: dict[str, TensorPlan] = {}
         for name, entry in ((n, entry) for report in reports for n, entry in report["plans"][part].items()):
             plan = TensorPlan.from_json(name, entry)
             if plans.setdefault(name, plan) != plan:
-                raise CheckpointError(f"the {part}'s {name} differs between ranks in shape or dtype")
+                raise CheckpointError(f"{name} of the {part} must have the same shape and dtype on all ranks")
         if part not in files and not plans:
             continue
-        parts[part] = Part(part, dict(sorted(plans.items())), files.get(part, {}))  # without files: all are empty
+        parts[part] = PartFiles(part, dict(sorted(plans.items())), files.get(part, {}))  # empty tensors have no file
         if part == "optimizer":
             training[part] = merge_metadata([report["optimizer"] for report in reports])
-            OptimizerMetadata.parse(training[part]).check_names(plans)  # nothing is saved that could not be loaded
+            OptimizerMetadata.parse(training[part]).check_names(plans)  # so that the save can be loaded
     if reports[0]["random"]:
         training["random_states"] = [report["random"] for report in reports]
     manifest = Manifest(
@@ -308,22 +309,22 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
     )
     try:
         manifest.check()
-    except ValueError as error:  # a defect of ours, but never one that ends in a checkpoint that cannot be read
+    except ValueError as error:  # a bug of autopar must not leave a checkpoint that cannot be read
         raise CheckpointError(f"the shards do not fit together: {error}") from error
     return manifest
 
 
-# -- one rank's part, collected and checked before anything is written -------------------------------------------------
+# -- one rank's tensors, collected and checked before anything is written ----------------------------------------------
 
 
 class Held(NamedTuple):
-    """A tensor that this rank holds, or rows of one.
+    """A tensor that this rank holds, or some rows of a shard (FSDP2).
 
     Attributes:
         plan: The plan of the full tensor.
         tensor: The live tensor; with FSDP2 this rank's rows.
-        first: The number of the first of these rows in the shard.
-        rows: The number of rows of the shard; 1 for a single number.
+        first: The index of the first of these rows in the shard.
+        rows: The number of rows of the shard; 1 for a 0-dim tensor.
     """
 
     part: str
@@ -338,13 +339,13 @@ class Snapshot:
     """One rank's contribution to a checkpoint.
 
     Attributes:
-        sets: The tensors of this rank, by the ranks that hold the same.
-        report: The facts for the manifest, as JSON: dtypes and parameters among all tensors that this rank holds, plans
-            of the other parts, the optimizer's metadata, the scheduler, the user's data, the random state.
+        sets: This rank's tensors, grouped by the ranks that hold the same tensors.
+        report: The facts for the manifest, as JSON: dtypes and parameter names of the model's tensors, plans of the
+            other parts, the optimizer's metadata, the scheduler, the user's data, the random state.
         extra: The user's data on this rank.
-        fsdp: True if the model's tensors are sharded over the replicas; the same on every rank.
-        tensors: part -> name -> the rows that this rank writes, after :meth:`cut`.
-        rows: part -> name -> the place of these rows in the shard, unless they are all.
+        fsdp: True if the model's tensors are sharded over the replicas; identical on all ranks.
+        tensors: Part -> name -> the rows that this rank writes; set by :meth:`cut`.
+        rows: Part -> name -> the range of these rows in the shard; absent if this rank writes the full shard.
     """
 
     sets: Mapping[str, Sequence[Held]]
@@ -355,7 +356,7 @@ class Snapshot:
     rows: Mapping[str, Mapping[str, Range]] = field(default_factory=dict)
 
     def sizes(self) -> dict[str, list[Any]]:
-        """Return the bytes of each set, and a digest of what is in it, for :func:`shares`."""
+        """Return the bytes of each set, and a digest of its names, shapes and dtypes, for :func:`shares`."""
         found: dict[str, list[Any]] = {}
         for key, held in self.sets.items():
             facts = [(h.part, h.plan.name, h.tensor.shape, h.tensor.dtype) for h in held]
@@ -363,7 +364,7 @@ class Snapshot:
         return found
 
     def cut(self, spans: Mapping[str, Range]) -> Snapshot:
-        """Return the contribution with the rows that begin in these bytes of the sets."""
+        """Return a snapshot of only the rows that begin in these bytes of the sets."""
         tensors: dict[str, dict[str, torch.Tensor]] = {"model": {}, "base": {}, "extra": {}}
         tensors |= {"optimizer": {}} if self.report["optimizer"] is not None else {}
         plans = {part: dict(empty) for part, empty in self.report["plans"].items()}
@@ -384,7 +385,7 @@ class Snapshot:
         return replace(self, sets={}, tensors=tensors, rows=rows, report={**self.report, "plans": plans})
 
     def copied(self) -> Snapshot:
-        """Copy the tensors to host memory, so that training can go on while they are written."""
+        """Copy the tensors to host memory, so that training can continue during the save."""
         return replace(self, tensors=tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), self.tensors))
 
 
@@ -394,10 +395,10 @@ def snapshot(
     lr_scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """Collect the live tensors that this rank holds; no communication.
+    """Collect the live tensors of this rank, without communication.
 
     Raises:
-        CheckpointError: The model changed since it was parallelized, or a value cannot be saved.
+        CheckpointError: The model has changed since it was parallelized, or a value cannot be saved.
     """
     state = state_of(model)
     plan, mpu = state.plan, state.mpu
@@ -408,7 +409,7 @@ def snapshot(
     def hold(part: str, due: TensorPlan, tensor: torch.Tensor, of: str, shards: Any = None, only: Any = None) -> None:
         """Add a tensor of the weight ``of`` to the set of the ranks that hold it, unless it is empty.
 
-        ``shards`` are ranks of ``mpu.shards`` if the layout does not say which; ``only`` the replicas, if not all.
+        ``shards``: ranks of ``mpu.shards`` that hold it, if not given by the layout; ``only``: replicas, if not all.
         """
         count, first = tensor.shape[0] if tensor.ndim else 1, 0
         if isinstance(tensor, DTensor):
@@ -422,7 +423,7 @@ def snapshot(
             key = str((shards, only, tuple(state.holders.get(of, (mpu.pp.rank,)))))
             sets.setdefault(key, []).append(Held(part, due, tensor, first, count))
         elif not math.prod(due.shape):
-            plans[part][due.name] = due.to_json()  # it lies in no file
+            plans[part][due.name] = due.to_json()  # an empty tensor is in no file
 
     for name, due, tensor, only in _of_model(local, state):
         hold("model", due, tensor, name, only=only)
@@ -446,7 +447,7 @@ def snapshot(
             hold("optimizer", due, tensor, of, shards, only)
     if lr_scheduler is not None:
         if not hasattr(lr_scheduler, "state_dict"):
-            raise CheckpointError(f"lr_scheduler={lr_scheduler!r} has no state_dict")
+            raise CheckpointError(f"lr_scheduler={lr_scheduler!r} must have a state_dict method")
         value = {"class": type(lr_scheduler).__name__, "state": lr_scheduler.state_dict()}
         training["lr_scheduler"], loose = encode(value, "lr_scheduler")
     own = None if extra is None else Extra.of(extra, plan, local)
@@ -473,14 +474,14 @@ def snapshot(
 def _of_model(
     local: Mapping[str, torch.Tensor], state: State
 ) -> Iterator[tuple[str, TensorPlan, torch.Tensor, str | None]]:
-    """Yield the name, plan and tensor of the model's part, and the replica if not all of them hold it."""
+    """Yield ``(name, plan, tensor, replica)`` for the tensors of the part ``model``; replica is None for all."""
     mpu = state.mpu
     for name, tensor in local.items():
         due, trained = state.plan.tensors[name], isinstance(tensor, nn.Parameter)
         replicas = mpu.copies if name in state.plan.experts else mpu.dp_cp
         first = replicas.rank == 0 and (due.layout is not None or mpu.shards.rank == 0)
         if mpu.pp.rank not in state.holders.get(name, (mpu.pp.rank,)):
-            continue  # a buffer outside of the blocks, which other stages have too
+            continue  # a buffer outside of the blocks, which an earlier stage writes
         if trained or first:  # each replica has its own buffers
             yield name, due, tensor, None if trained else "first"
 
@@ -488,7 +489,7 @@ def _of_model(
 def _of_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, state: State, taken: OptimizerState
 ) -> Iterator[tuple[str, TensorPlan, torch.Tensor, Any, Any]]:
-    """Yield the weight, plan and tensor of the optimizer's state on this rank, and the ranks that keep the same."""
+    """Yield ``(weight, plan, tensor, shards, only)`` for the optimizer's state that this rank keeps (see ``hold``)."""
     plan, mpu = state.plan, state.mpu
     parameters, step = parameters_by_name(model, plan), step_of(optimizer)
     for name, tensor in taken.tensors.items():
@@ -500,10 +501,10 @@ def _of_optimizer(
             continue
         if due.layout is None and step is not None and weight in step.whole:
             only = only, step.whole.writer(weight)
-        elif due.layout is None and layout is not None:  # a number: with the ranks that hold some of the parameter
+        elif due.layout is None and layout is not None:  # a number: on every rank that holds some of the parameter
             shards = tuple(rank for rank in range(layout.axis_size) if layout.local_size(rank))
             if mpu.shards.rank not in shards:
                 continue
         if only is not None and mpu.pp.rank != min(state.holders.get(of, (mpu.pp.rank,))):
-            continue  # each stage has its own owner of a tied weight
+            continue  # each stage has an owner of a tied weight; the first stage writes
         yield of, due, tensor, shards, only

@@ -1,4 +1,4 @@
-"""The shard files of a checkpoint: checked against the manifest, verified once over all ranks, read as tensors."""
+"""Read, verify and write the shard files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, Part, shard_name
+from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, PartFiles, shard_name
 from autopar.checkpoint.staging import MANIFEST, progress_bar
 from autopar.errors import CheckpointError
 from autopar.layout import Layout, Range, replica_rows
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
 
 
-class Shards(Closing):
-    """The shard files of one checkpoint, opened when they are first needed; a context manager.
+class ShardReader(Closing):
+    """A context manager for the shard files of one checkpoint, which opens each file at its first use.
 
     Args:
         folder: The folder of the checkpoint.
-        parts: The parts to use; presence and size of all their files are checked at once.
+        parts: The parts to use. Presence and size of their files are checked at once.
 
     Raises:
-        CheckpointError: A file is missing, truncated, swapped, of another save, or holds something else.
+        CheckpointError: A file is missing, truncated or renamed, belongs to another save, or differs from the manifest.
     """
 
     def __init__(self, folder: Path, parts: Iterable[str] = WEIGHTS) -> None:
@@ -52,7 +52,7 @@ class Shards(Closing):
                 f"{folder} is incomplete: {len(files) - len(missing)} of {len(files)} shards found, "
                 f"{missing[0]} is missing{more}.\n  Copy the file from the node that wrote it, or save again."
             )
-        needed = len(self.manifest.files) + 256  # of so many ranks, more files than a process may open by default
+        needed = len(self.manifest.files) + 256  # many ranks write more files than a process may open by default
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if resource.RLIM_INFINITY != soft < needed:
             limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -61,16 +61,16 @@ class Shards(Closing):
             if (folder / name).stat().st_size != record.bytes:
                 self._open(part, name)
 
-    def _open(self, part: Part, name: str) -> SafetensorsReader:
+    def _open(self, part: PartFiles, name: str) -> SafetensorsReader:
         with self._lock:
             if name not in self._readers:
                 self._readers[name] = self._opened(part, name)
             return self._readers[name]
 
-    def _opened(self, part: Part, name: str) -> SafetensorsReader:
+    def _opened(self, part: PartFiles, name: str) -> SafetensorsReader:
         path, record, save_id = self.folder / name, part.files[name], self.manifest.save_id
         actual = path.stat().st_size if path.is_file() else 0
-        truncated = f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {record.bytes}"
+        truncated = f"{path} is truncated or overwritten: expected {record.bytes} bytes, got {actual}"
         try:
             reader = SafetensorsReader(path)
         except CheckpointError as error:
@@ -81,38 +81,38 @@ class Shards(Closing):
         odd = sorted(set(reader.entries) ^ set(record.checksums))
         wrong = ""
         if found != save_id:
-            wrong = f"{path} belongs to another save: its id is {found}, {MANIFEST} says {save_id}\n"
-            wrong += "  Files of two saves were mixed in one folder."
+            wrong = f"{path} belongs to another save: expected id {save_id} ({MANIFEST}), got {found}\n"
+            wrong += "  Copy the files of one save into the folder."
         elif own != path.name:
-            wrong = f"{path} was saved as {own}: {own} was copied or renamed to it"
+            wrong = f"{path} was saved as {own} and then copied or renamed"
         elif reader.header != record.header and not odd:
-            wrong = f"{path} is damaged: its header is not the one that was saved (its checksum differs)"
+            wrong = f"{path} is damaged: the checksum of its header differs from {MANIFEST}"
         elif actual != record.bytes:
             wrong = truncated
         elif odd:
-            wrong = f"{path} does not hold what {MANIFEST} says; they differ in {odd[0]}"
+            wrong = f"{path} and {MANIFEST} list different tensors: only one of them has {odd[0]}"
         for key, entry in reader.entries.items() if not wrong else ():
             plan, due = part.tensors[key], record.shape(part.tensors[key])
             if entry.shape != due or dtype_name(entry.dtype) != plan.dtype:
-                wrong = f"{path} holds {key} as {dtype_name(entry.dtype)} {list(entry.shape)}, "
-                wrong += f"{MANIFEST} says {plan.dtype} {list(due)}"
+                wrong = f"{key} in {path}: expected {plan.dtype} {list(due)} ({MANIFEST}), "
+                wrong += f"got {dtype_name(entry.dtype)} {list(entry.shape)}"
         if wrong:
             raise CheckpointError(wrong)
         return reader
 
-    def stored(self, parts: Iterable[str]) -> Iterator[tuple[int, str, str, Part]]:
-        """Yield bytes, file, tensor and part of all that the files of some parts hold."""
+    def stored(self, parts: Iterable[str]) -> Iterator[tuple[int, str, str, PartFiles]]:
+        """Yield ``(bytes, file, tensor, part)`` for each tensor in the files of some parts."""
         for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts):
             for file, record in part.files.items():
                 for name in record.checksums:
                     yield nbytes(dtype_of(part.tensors[name].dtype), record.shape(part.tensors[name])), file, name, part
 
-    def verify(self, part: Part, file: str, name: str) -> None:
-        """Raise CheckpointError if the bytes of a tensor in a file differ from those that were saved."""
+    def verify(self, part: PartFiles, file: str, name: str) -> None:
+        """Raise CheckpointError if the checksum of a tensor in a file differs from the manifest."""
         self._open(part, file).verify(name, part.files[file].checksums[name])
 
     def verify_share(self, parts: Iterable[str], rank: int = 0, world: int = 1) -> None:
-        """Verify the share of ``rank`` of ``world``: ranks take turns, the largest shards first."""
+        """Verify every ``world``-th tensor, starting at ``rank``, in decreasing order of size."""
         for _, file, name, part in sorted(self.stored(parts), key=lambda one: (-one[0], *one[1:3]))[rank::world]:
             self.verify(part, file, name)
 
@@ -123,12 +123,12 @@ class Shards(Closing):
                 raise CheckpointError(f"{self.folder} is incomplete: {name} is missing")
             if file_checksum(path) != self.manifest.along[name]:
                 raise CheckpointError(
-                    f"{path} is not the file that was saved (its checksum differs)\n"
-                    "  If it was edited on purpose, pass verify=False (--no-verify)."
+                    f"{path} was changed after the save: its checksum differs from {MANIFEST}\n"
+                    "  If you edited it on purpose, pass verify=False (--no-verify)."
                 )
 
     def lazy(self, name: str, part: str = "model") -> LazyTensor:
-        """Return the full tensor, to be read in ranges, without verification.
+        """Return the full tensor as a lazy tensor. Checksums are not verified.
 
         Reading raises CheckpointError for a file that differs from the manifest.
         """
@@ -153,8 +153,8 @@ class Shards(Closing):
 
     @torch.no_grad()
     def read_shard(self, name: str, part: str, layout: Layout | None, mpu: MPU, out: torch.Tensor) -> None:
-        """Read this rank's shard of a tensor by ``layout`` into ``out``; of a DTensor its own rows only."""
-        from torch.distributed.tensor import DTensor  # takes half a second, which what reads a folder alone spares
+        """Read this rank's shard of a tensor by ``layout`` into ``out``; for a DTensor only its local rows."""
+        from torch.distributed.tensor import DTensor  # takes half a second, which commands on checkpoints do not need
 
         shard = lazy_shard(self.lazy(name, part), layout, mpu.shards.rank)
         shard.check_shape(out)
@@ -172,7 +172,7 @@ class Shards(Closing):
 
 
 class _Rows(LazyTensor):
-    """Rows of a shard in one file, which is opened when they are read: most ranks need few of all files."""
+    """Rows of a shard in one file, opened at the first read: most ranks need only a few of the files."""
 
     def __init__(self, shape: tuple[int, ...], plan: TensorPlan, open_file: Callable[[], SafetensorsReader]) -> None:
         super().__init__(shape, dtype_of(plan.dtype))
@@ -198,9 +198,12 @@ def write_shard(
     tensor: Callable[[str], torch.Tensor],
     rows: Mapping[str, Range] = MappingProxyType({}),
 ) -> FileRecord:
-    """Write the shard file of rank ``(tp, pp, dp)``; ``tensor`` returns each tensor when its turn comes.
+    """Write the shard file of the rank at ``place``. Raises CheckpointError if the file cannot be written.
 
-    Raises CheckpointError if the file cannot be written.
+    Args:
+        place: The coordinates ``(tp, pp, dp)`` of the rank.
+        tensor: A function that returns a tensor by name, called once per tensor in the order of the file.
+        rows: Name -> rows of the shard, for tensors of which the file holds only some rows.
     """
     path = folder / shard_name(part, *place)
     metadata = {"format": "pt", "autopar_save_id": save_id, "autopar_file": path.name}
@@ -214,7 +217,7 @@ def write_shard(
 
 
 def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None = None) -> dict[str, Any]:
-    """Check that all files of a checkpoint are there and hold the bytes that were saved, and that there are no others.
+    """Check that a checkpoint has exactly the saved files, with the saved bytes.
 
     Args:
         directory: The folder that ``save_parallelized``, ``split`` or ``reshard`` wrote.
@@ -237,7 +240,7 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
             return False
         return True
 
-    with Shards(folder, ()) as shards:
+    with ShardReader(folder, ()) as shards:
         manifest = shards.manifest
         known = manifest.files
         present = dict.fromkeys(name for name in known if (folder / name).is_file())

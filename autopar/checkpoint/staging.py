@@ -1,8 +1,8 @@
-"""Folders that appear whole or not at all.
+"""Replace a folder in one step, so that it is complete at any moment.
 
-A checkpoint is written into a hidden sibling ``.name.tmp-<id>-<pid>-<host>`` and takes the place of its target in one
-step. A process that is killed at any moment leaves the previous checkpoint or the new one. The next save removes what
-a killed one left, but not the folder into which another job writes: the name says who writes.
+A checkpoint is written into the hidden sibling ``.name.tmp-<id>-<pid>-<host>``, which is then renamed to its target. A
+process that is killed leaves the previous or the new checkpoint. The next save removes hidden folders of killed saves;
+the process id in the name protects the folder of a running job.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.storage.safetensors_io import SafetensorsReader
 
 MANIFEST = "autopar.json"
 REMOVED = ".autopar.json.removed"  # the manifest of a checkpoint whose files are being deleted
-# The files of a checkpoint, in autopar's form and in Hugging Face's. Everything else in a target is the user's.
+# The files of a checkpoint, in autopar's and in Hugging Face's form. Other files in a target belong to the user.
 _OURS = re.compile(
     r"autopar\.json|\.autopar\.json\.removed|config\.json|generation_config\.json"
     r"|(model|base|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
@@ -38,14 +38,14 @@ _OURS = re.compile(
     r"|wrapper\.safetensors"
 )
 HIDDEN = re.compile(r"\.(.+)\.(tmp|old)-[0-9a-f]{16}(?:-(\d+)-([0-9a-f]{8}))?", re.DOTALL)
-MERGED = "autopar_merged"  # in the header of a file that was merged from a plain module's shards
-ABANDONED = 24 * 3600  # seconds after which a temporary folder is nobody's any more
+MERGED = "autopar_merged"  # in the header of a file that was merged from the shards of a custom module
+ABANDONED = 24 * 3600  # seconds after which a temporary folder counts as abandoned
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
 def fsync_files(folder: Path) -> None:
-    """Force the files of a folder and of those in it to the disk."""
+    """Force all files below a folder to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             fsync(path)
@@ -61,7 +61,7 @@ def fsync(path: Path) -> None:
 
 
 def link(source: str, destination: str) -> None:
-    """Make a hard link, or a copy where the file system has none."""
+    """Make a hard link, or a copy where the file system does not support links."""
     try:
         os.link(source, destination, follow_symlinks=False)
     except OSError:
@@ -69,7 +69,7 @@ def link(source: str, destination: str) -> None:
 
 
 def leftovers(target: Path) -> list[Path]:
-    """Return siblings of ``target`` that a killed save left, or into which another one writes."""
+    """Return the temporary siblings of ``target``, of killed and of running saves."""
     try:
         found = [(path, HIDDEN.fullmatch(path.name)) for path in target.parent.iterdir()]
     except OSError:
@@ -79,13 +79,13 @@ def leftovers(target: Path) -> list[Path]:
 
 @functools.cache
 def _host() -> str:
-    """Return a token of the space of process ids: the host, and on Linux the container."""
+    """Return a token for the namespace of process ids: the host, and on Linux the container."""
     space = "/proc/self/ns/pid"
     return checksum(f"{os.uname().nodename} {os.readlink(space) if os.path.islink(space) else ''}".encode())[:8]
 
 
 def _in_use(path: Path) -> bool:
-    """Return whether a process may be writing into a temporary folder; on other hosts it runs for a day."""
+    """Return whether a process may be writing into a temporary folder; other hosts' count as running for a day."""
     hidden = HIDDEN.fullmatch(path.name)
     try:
         if hidden is None or hidden[3] is None or time.time() - path.stat().st_mtime > ABANDONED:
@@ -100,11 +100,11 @@ def _in_use(path: Path) -> bool:
 
 
 class Staging:
-    """A temporary folder that is going to take ``target``'s place.
+    """A temporary folder that replaces ``target`` when it is complete.
 
     Args:
-        target: The absolute path of the folder to make or to replace; a symbolic link stands for its target.
-        replace: Permission to replace a checkpoint that is already there.
+        target: The absolute path of the folder to make or to replace; symbolic links are followed.
+        replace: True to allow replacing an existing checkpoint.
 
     Attributes:
         id: The random token of this save.
@@ -128,12 +128,12 @@ class Staging:
             self.temp.mkdir()
         except OSError as error:
             raise CheckpointError(
-                f"cannot make {self.target}: {error.strerror}\n  A temporary folder is made in {self.target.parent}; "
-                "it must be a folder where files can be written."
+                f"cannot make {self.target}: {error.strerror}\n  Make {self.target.parent} a writable folder; the "
+                "temporary folder is made in it."
             ) from error
 
     def commit(self) -> None:
-        """Put the folder in the target's place, with the user's own files of the old target; sweep leftovers."""
+        """Rename the folder to the target, keep the user's files of the old target, and remove leftovers."""
         if self.target.exists():
             _carry_over(self.target, self.temp)
             shutil.copymode(self.target, self.temp)
@@ -158,14 +158,14 @@ class Staging:
 
 @contextlib.contextmanager
 def output_folder(verb: str, source: Path, destination: str | os.PathLike[str], force: bool) -> Iterator[Staging]:
-    """Stage a folder while the body writes into it, then commit it; after an error nothing of it is left.
+    """Stage a folder while the body writes into it, then commit it; after an error remove it.
 
     Raises:
-        CheckpointError: ``destination`` cannot be written, or is ``source`` or a folder around it.
+        CheckpointError: ``destination`` cannot be written, or is ``source`` or one of its parents.
     """
     target, real = Path(os.path.abspath(destination)), source.resolve()
     if target.resolve() in (real, *real.parents):
-        raise CheckpointError(f"cannot {verb} {source} into {target}: it would replace what it is read from")
+        raise CheckpointError(f"cannot {verb} {source} into {target}: the output would replace its source")
     staging = Staging(target, replace=force)
     try:
         yield staging
@@ -195,26 +195,26 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 def _check_replaceable(target: Path, replace: bool) -> None:
     if not target.is_dir():
-        raise CheckpointError(f"{target} is a file; a checkpoint is a folder")
+        raise CheckpointError(f"{target} must be a folder, got a file")
     if os.path.ismount(target) or target == Path(os.path.realpath(os.curdir)):
         kind = "a mount point" if os.path.ismount(target) else "the current working directory"
-        raise CheckpointError(f"{target} is {kind} and cannot be replaced as a whole; choose a folder inside it")
+        raise CheckpointError(f"{target} is {kind} and cannot be replaced\n  Choose a folder inside it.")
     names = sorted(os.listdir(target))
     if not names:
         return
     lost = [name for name in names if _OURS.fullmatch(name)]
     if lost and not {MANIFEST, REMOVED, "config.json"} & set(names) and not _merged(target / lost[0]):
         raise CheckpointError(
-            f"{target} holds {lost[0]} but neither autopar.json nor config.json: it is not overwritten\n"
+            f"{target} holds {lost[0]} without autopar.json or config.json and may not be a checkpoint\n"
             f"  It holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. Choose another folder."
         )
     if not replace:
-        raise CheckpointError(f"{target} is not empty; pass force=True (--force) to replace the checkpoint in it")
+        raise CheckpointError(f"{target} is not empty\n  Pass force=True (--force) to replace the checkpoint in it.")
 
 
 def _merged(path: Path) -> bool:
-    """Return whether a file was merged from the shards of a plain module, which has no ``config.json``."""
-    if path.suffix == ".json":  # the index of several
+    """Return whether a file was merged from the shards of a custom module, which has no ``config.json``."""
+    if path.suffix == ".json":  # the index of several files
         path = next(iter(sorted(path.parent.glob("model-*.safetensors"))), path)
     with contextlib.suppress(CheckpointError), SafetensorsReader(path) as reader:
         return MERGED in reader.metadata
@@ -222,7 +222,7 @@ def _merged(path: Path) -> bool:
 
 
 def _carry_over(target: Path, temp: Path) -> None:
-    """Take along the files that belong to no checkpoint (a tokenizer, notes)."""
+    """Link the user's files (a tokenizer, notes) into the new folder."""
     for entry in os.scandir(target):
         new = temp / entry.name
         if _OURS.fullmatch(entry.name) or os.path.lexists(new):
@@ -234,7 +234,7 @@ def _carry_over(target: Path, temp: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two paths in one step; False where the system cannot (old kernels, some network file systems)."""
+    """Swap two paths in one step. Return False where this is not supported (old kernels, some network disks)."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

@@ -1,6 +1,6 @@
-"""The state of saving on a model: plan, mesh, tensors under canonical names, the save in the background.
+"""The plan and mesh of a model for saving and loading, its local tensors, and its save in the background.
 
-That one runs in a thread with its own connections between the ranks. The next call raises its error.
+A save in the background runs in a thread with separate connections between the ranks. The next call raises its error.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Copy = TypeVar("Copy")
 
 
 class _Channel:
-    """The ranks of the world over a separate group: messages of the thread never meet those of training.
+    """A separate process group of all ranks, so that messages of the thread never mix with messages of training.
 
-    The group's own methods are called: the functions of ``torch.distributed`` refuse it after
-    ``destroy_process_group``, when the last checkpoint of many a script is being written.
+    The thread calls methods of the group: the functions of ``torch.distributed`` raise after
+    ``destroy_process_group``, while the last checkpoint of a script may still be written.
     """
 
     def __init__(self, mpu: MPU) -> None:
@@ -79,15 +79,15 @@ class Background:
                 if mpu.rank == 0:
                     _log.error("a save in the background failed: %s", error)
 
-        # Not a daemon: a script that ends waits for its last checkpoint.
+        # Not a daemon: the end of a script waits for its last checkpoint.
         self._thread = threading.Thread(target=run, name="autopar save")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the save that is being written, if there is one.
+        """Wait for the current save, if there is one.
 
         Raises:
-            CheckpointError: The save failed; the same on every rank, once.
+            CheckpointError: The save failed. Raised once, identical on all ranks.
         """
         if self._thread is not None:
             self._thread.join()
@@ -98,7 +98,7 @@ class Background:
             raise CheckpointError(f"the save in the background failed: {kind}{error}") from error
 
     def close(self) -> None:
-        """Wait, and drop the connections."""
+        """Wait for the current save, and drop the connections."""
         try:
             self.wait()
         finally:
@@ -113,13 +113,13 @@ class State:
     """Plan and mesh of a parallelized model, for saving and loading; an attribute of the root model.
 
     Attributes:
-        plan: The plan without quantized weights, which a checkpoint leaves out.
+        plan: The plan without quantized weights.
         hf_path: The path of the Hugging Face model in the root model; ``""`` if it is the root.
         holders: Tensor name -> the stages that hold it; empty without a pipeline.
-        quantized: The weights that are left out, or saved in their own form (:attr:`adapted`).
-        save_adapters: ``save(model, directory, timeout, others)`` of ``adapter_only=True``, called on every rank; None
-            without adapters.
-        before_merge: Checks of the model on this rank before its weights are merged; they raise CheckpointError.
+        quantized: The plans of quantized weights, which are saved in quantized form or left out (:attr:`adapted`).
+        save_adapters: The function ``save(model, directory, timeout, others)`` for ``adapter_only=True``, called on
+            every rank; None without adapters.
+        before_merge: Functions that check the model on this rank before a merge, and raise CheckpointError.
     """
 
     plan: Plan
@@ -141,33 +141,32 @@ class State:
         return self.mpu.copies if name in self.plan.experts else self.mpu.fsdp
 
     def gather_rows(self, name: str, held: DTensor) -> torch.Tensor:
-        """Gather a DTensor over this mesh: torch may keep an equal mesh of an earlier model in the tensor."""
+        """Gather a DTensor over this mesh. Its own mesh may be an equal one of an earlier model."""
         axis, count = self.rows_of(name), held.shape[0]
         rows = tuple(replica_rows(count, replica, axis.size) for replica in range(axis.size))
         local = held.to_local()
         local = local.contiguous() if local.is_meta else local.to(self.mpu.device).contiguous()
-        raw = local.unsqueeze(-1).view(torch.uint8)  # not every backend knows every dtype
+        raw = local.unsqueeze(-1).view(torch.uint8)  # not every backend supports every dtype
         full = all_gather(raw, axis, Layout.of(0, [Block("rows", count, 1, rows)]))
         return full.view(local.dtype).squeeze(-1)
 
     @property
     def adapted(self) -> bool:
-        """Return whether adapters wrap quantized weights, which then never change and are left out."""
+        """Return whether adapters wrap quantized weights, which then never change and are not saved."""
         return any(".base_layer." in name for name in self.quantized)
 
     def check_whole(self, call: str, *, quantized: bool = False) -> None:
-        """Raise CheckpointError if ``call``, which writes all weights, would leave quantized ones out.
+        """Raise CheckpointError if ``call``, which writes the full model, would leave out quantized weights.
 
-        ``quantized``: whether it can write them as they are.
+        ``quantized``: True if it can write them in their quantized form.
         """
         if self.adapted or (self.quantized and not quantized):
             name, tensor = next(iter(self.quantized.items()))
             raise CheckpointError(
                 f"{call} would leave out {len(self.quantized)} quantized weights, such as {name} "
                 f"({tensor.quantized}).\n"
-                "  adapter_only=True writes the adapters; without merge_checkpoints, save_parallelized writes all that "
-                "is not quantized,\n  for from_parallelized into the same base model. Without adapters, "
-                "merge_checkpoints=True writes all."
+                "  With adapters use adapter_only=True, or save_parallelized without merge_checkpoints, which "
+                "from_parallelized loads\n  into the same base model. Without adapters use merge_checkpoints=True."
             )
 
 
@@ -175,20 +174,21 @@ def state_of(model: nn.Module) -> State:
     """Return the model's :class:`State`. Raises CheckpointError if it is not parallelized."""
     state = model.__dict__.get(STATE)
     if not isinstance(state, State):
-        raise CheckpointError(f"{type(model).__name__} is not parallelized; call autopar.initialize first")
+        raise CheckpointError(f"{type(model).__name__} is not parallelized\n  Call autopar.initialize first.")
     return state
 
 
 def parameters_elsewhere(model: nn.Module) -> Sequence[tuple[nn.Module, Mapping[str, nn.Parameter | None]]]:
-    """Return modules whose parameters are on other stages, with all parameters that they had."""
+    """Return the modules whose parameters are on other stages, each with its original parameters."""
     pipeline: Any = vars(model).get("_autopar_pipeline")
     return () if pipeline is None else pipeline.released.orders
 
 
 def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Tensor]:
-    """Return this rank's own tensors, no copies, under canonical names in the plan's order.
+    """Return this rank's tensors, not copied, by canonical name in the plan's order.
 
-    ``fsdp`` includes DTensors, which are sharded over the replicas.
+    Args:
+        fsdp: True to include DTensors, which are sharded over the replicas; otherwise they raise.
 
     Raises:
         CheckpointError: Names, shapes or ties differ from the plan.
@@ -208,7 +208,7 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
         other = found.setdefault(canonical[name], tensor)
         if other is not tensor and other.data_ptr() != tensor.data_ptr():
             raise CheckpointError(
-                f"{name} and {canonical[name]} were one tied tensor when the model was parallelized and are two now"
+                f"{name} and {canonical[name]} must be tied, as they were when the model was parallelized"
             )
     missing = [name for name in plan.tensors if name not in found] if state.mpu.sizes.pp == 1 else []
     if foreign or missing:
@@ -224,23 +224,23 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
                 raise CheckpointError(f"{name} is a DTensor (fully_shard?); its full shard is needed here")
             check_fsdp_shard(name, tensor, state.rows_of(name).size)
         if tensor.device.type == "meta" and not in_fake_world():
-            raise CheckpointError(f"{name} is on the meta device; it has no values")
+            raise CheckpointError(f"{name} is on the meta device and has no values")
         if tuple(tensor.shape) != due:
             raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)} on tensor-parallel rank {tp}, the plan says {list(due)}\n"
-                "  Was it resized or replaced after the model was parallelized?"
+                f"{name} must have shape {list(due)} on tensor-parallel rank {tp}, got {list(tensor.shape)}\n"
+                "  Do not resize or replace it after autopar.initialize."
             )
     return {name: found[name] for name in plan.tensors if name in found}
 
 
 def check_fsdp_shard(name: str, tensor: DTensor, ranks: int) -> None:
-    """Raise CheckpointError if ``fully_shard`` would shard ``tensor`` otherwise."""
+    """Raise CheckpointError unless ``tensor`` is sharded as ``zero.stage`` 2 and 3 do it."""
     mesh = tensor.device_mesh
-    whole = mesh.ndim - 1  # dims over which there are copies
-    if mesh.size(whole) != ranks or tuple(tensor.placements) != (*[Replicate()] * whole, Shard(0)):
+    last = mesh.ndim - 1  # the tensor is replicated over the dims before
+    if mesh.size(last) != ranks or tuple(tensor.placements) != (*[Replicate()] * last, Shard(0)):
         raise CheckpointError(
-            f"{name} is a DTensor with placements {tuple(tensor.placements)} over a mesh of {tuple(mesh.shape)}; a "
-            f"checkpoint can hold those that zero.stage 2 and 3 make: Shard(0) over {ranks} data-parallel replicas"
+            f"{name} is a DTensor with placements {tuple(tensor.placements)} over a mesh of {tuple(mesh.shape)}; "
+            f"expected Shard(0) over {ranks} data-parallel replicas, as zero.stage 2 and 3 make it"
         )
 
 
@@ -251,7 +251,7 @@ def config_writer(model: nn.Module) -> Callable[[Path], None]:
         return lambda folder: None
     hf_model: Any = inner
     plain = next(c for c in type(hf_model).__mro__ if c.__module__.partition(".")[0] != "autopar")
-    config = copy.deepcopy(hf_model.config)  # save_pretrained sets these two on the user's object
+    config = copy.deepcopy(hf_model.config)  # the user's object keeps its dtype and architectures
     config.dtype = str(hf_model.dtype).removeprefix("torch.")
     config.architectures = [plain.__name__]
     generation = copy.deepcopy(hf_model.generation_config) if hf_model.can_generate() else None
@@ -267,6 +267,6 @@ def config_writer(model: nn.Module) -> Callable[[Path], None]:
                 generation.save_pretrained(folder)
         except ValueError as error:
             reason = str(error).splitlines()[0]
-            warnings.warn(f"generation_config.json is not saved: transformers refuses it: {reason}", stacklevel=2)
+            warnings.warn(f"generation_config.json is not saved: transformers raises: {reason}", stacklevel=2)
 
     return write

@@ -1,13 +1,13 @@
-"""``state_dict`` and ``load_state_dict`` of a model that is not whole on this rank.
+"""``state_dict`` and ``load_state_dict`` of a model of which this rank holds only shards.
 
-``state_dict()`` goes on working: copies of a model, averages of weights and ``load_state_dict`` of the same rank need
-it. Pickling it (``torch.save``) also pickles its metadata, and with it a :class:`Mark` that warns. In the file the mark
-is plain data, by which ``load_state_dict`` later knows another rank's part. Savers that do not pickle are known by
-their names: those that mean to write the whole model raise.
+``state_dict()`` keeps working, because copies of a model, averages of weights and ``load_state_dict`` on the same rank
+need it. Its metadata contains a :class:`Mark`, which warns when it is pickled (``torch.save``). In the file the mark is
+plain data that identifies the rank. Savers that do not pickle are recognized by name and raise if they would write the
+full model.
 
-``load_state_dict`` takes this rank's own dict or a whole plain model's, which a load hook shards by the plan before
-torch looks at it. Which of the two a dict is, its shapes say; where both shapes are the same, so are the tensors. All
-checks come before anything is changed, and nothing is communicated.
+``load_state_dict`` takes this rank's dict, or the dict of a full model, which a hook shards by the plan. The shapes
+show which; a tensor with equal shapes is the same in both. All checks precede the first change. There is no
+communication.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _WHOLE_MODEL_SAVERS = {
     "sentence_transformers": ("save", "save_pretrained"),
 }
 _DCP = ("get_model_state_dict", "get_state_dict")
-# What writes the whole model.
+# The advice of errors and warnings: the calls that write the full model.
 USE_INSTEAD = (
     "  Use model.save_parallelized(dir, merge_checkpoints=True), on every rank, for a folder that from_pretrained "
     "reads;\n  without merge_checkpoints, for one that model.from_parallelized reads, on any mesh."
 )
 _OF_DCP = (
-    "torch.distributed.checkpoint reads state_dict(), and takes tensors of one name for the same on all ranks "
-    "(autopar.checkpoint.to_dtensor_state_dict(model) makes a dict for it)"
+    "torch.distributed.checkpoint reads state_dict(), and assumes that tensors of one name are identical on all ranks "
+    "(use autopar.checkpoint.to_dtensor_state_dict(model) for it)"
 )
 _READERS = ("safetensors", "accelerate", "huggingface_hub", "torch.distributed.checkpoint")
 
 
 class _Shared(NotCopied):
-    """An object that copies of a model, or of its state dict, have together."""
+    """An object that copies of a model, or of its state dict, share."""
 
     def __copy__(self) -> Any:
         return self
@@ -63,17 +63,18 @@ class _Shared(NotCopied):
 
 @dataclass(eq=False)
 class ModelShard(_Shared):
-    """This rank's part of a module; an attribute of the root model, and of every Hugging Face model inside it.
+    """This rank's shards of a module; an attribute of the root model, and of every Hugging Face model inside it.
 
-    Called as a pre-hook of ``load_state_dict`` on that module; on a block it acts only if that is loaded by itself.
+    It is also the pre-hook of ``load_state_dict`` on every module. On a submodule it acts only if user code loads that
+    module directly.
 
     Attributes:
         plan: The plan of the root model.
         name: The class of the root model.
         tensors: Name in the root model's state dict -> plan of the tensor, without quantized weights.
         prefix: The prefix of the module's names in the root model's state dict.
-        is_block: True for a part of a Hugging Face model, which may be all of another stage.
-        warned: True once the user was warned that an optimizer's state is a shard.
+        is_block: True for a submodule of a Hugging Face model, which may lie completely on another stage.
+        warned: True after the warning that an optimizer's state is a shard.
     """
 
     plan: Plan
@@ -89,11 +90,11 @@ class ModelShard(_Shared):
         return self.tensors.get(self.prefix + name)
 
     def is_part(self, model: nn.Module) -> bool:
-        """Tell whether ``model`` holds less than all weights on this rank."""
+        """Return whether this rank holds only a part of the weights of ``model``."""
         return self.plan.shards > 1 or self.mpu.pp.size > 1 or _over_replicas(model)
 
     def ranks(self, model: nn.Module) -> dict[str, list[int]]:
-        """Return the axes over which its weights are sharded: rank and size on each."""
+        """Return the axes over which the weights are sharded: name -> rank and size."""
         mpu = self.mpu
         axes = {"tensor-parallel rank": mpu.tp, "pipeline rank": mpu.pp}
         if self.plan.experts:
@@ -114,22 +115,22 @@ class ModelShard(_Shared):
         ]
         if metadata.get("assign_to_params_buffers"):
             raise CheckpointError(
-                f"load_state_dict(assign=True): the tensors of {self.name} are this rank's shards, and an optimizer "
-                "and the other ranks rely on these very parameters.\n  Leave assign out: values are copied into them."
+                f"load_state_dict(assign=True) is not supported: the parameters of {self.name} are this rank's shards "
+                "and must stay the same objects.\n  Leave assign out. The values are then copied into the parameters."
             )
-        mark = metadata.get(_MARK)  # whose part it is, if that is known; a mark becomes plain data in a file
+        mark = metadata.get(_MARK)  # the rank of the dict, if known; a mark becomes plain data in a file
         mark = mark.ranks if isinstance(mark, Mark) else mark if isinstance(mark, Mapping) else None
         own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-        is_whole = _check(self, self.ranks(model), own, entries, mark)
+        is_full = _check(self, self.ranks(model), own, entries, mark)
         for name, due, value in entries:
             if name not in own:
-                del state[prefix + name]  # another stage's
+                del state[prefix + name]  # of another stage
                 continue
             mine, local = own[name], value
-            if is_whole and due.layout is not None and tuple(value.shape) == due.shape:
+            if is_full and due.layout is not None and tuple(value.shape) == due.shape:
                 local = due.layout.shard(value.detach(), self.mpu.shards.rank)
             if isinstance(mine, DTensor) and not isinstance(local, DTensor) and local.shape == mine.shape:
-                mesh = mine.device_mesh  # ZeRO's stages 2 and 3; dims before the last one hold copies
+                mesh = mine.device_mesh  # ZeRO stages 2 and 3; only the last dim shards
                 start, stop = replica_rows(mine.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
                 rows, form = local.detach()[start:stop].to(mine.to_local().device), (mine.shape, mine.stride())
                 local = DTensor.from_local(rows, mesh, mine.placements, run_check=False, shape=form[0], stride=form[1])
@@ -141,13 +142,13 @@ def _over_replicas(model: nn.Module) -> bool:
 
 
 def shard_of(model: nn.Module) -> ModelShard | None:
-    """Return the model's shard; None if it holds all weights on this rank."""
+    """Return the model's ModelShard; None if this rank holds all weights."""
     shard: ModelShard | None = vars(model).get(MODEL_SHARD)
     return shard if shard is not None and shard.is_part(model) else None
 
 
 class Mark(_Shared):
-    """In the metadata of a partial state dict: whose it is. Pickling it warns, once; copying it does not."""
+    """The rank of a partial state dict, in its metadata. Pickling it warns once; copying it does not."""
 
     def __init__(self, name: str, ranks: Mapping[str, list[int]]) -> None:
         self.name, self.ranks = name, dict(ranks)
@@ -155,14 +156,14 @@ class Mark(_Shared):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.warn("state_dict() is written to a file or sent to another process")
-        return OrderedDict, (list(self.ranks.items()),)  # what torch.load reads with weights_only
+        return OrderedDict, (list(self.ranks.items()),)  # which torch.load reads with weights_only
 
     def warn(self, what: str) -> None:
-        """Warn that this is one rank's part, the first time."""
+        """Warn, once, that the dict holds only the shards of one rank."""
         if not self.warned:
             self.warned = True
             warn_user(
-                f"{what}: it is what {describe_ranks(self.ranks)} has of {self.name}, not all of it.\n{USE_INSTEAD}"
+                f"{what}: it holds only the shards of {self.name} on {describe_ranks(self.ranks)}.\n{USE_INSTEAD}"
             )
 
 
@@ -177,7 +178,7 @@ class PartialStateDict(OrderedDict[str, Any]):
     mark: Mark | None = None
 
     def items(self) -> Any:
-        """Return the items; warn about savers that take this for a whole model's state dict."""
+        """Return the items; warn if a saver reads them as the state dict of a full model."""
         caller = sys._getframe(1)
         module = str(caller.f_globals.get("__name__"))
         if self.mark is not None and module.startswith(_READERS) and caller.f_code.co_name != "_find_shared_tensors":
@@ -193,13 +194,13 @@ class PartialStateDict(OrderedDict[str, Any]):
 
 
 def _plain(value: Any) -> Any:
-    """Return a tensor without the class that a feature gave it: :class:`_Shared` warns, and once is enough."""
+    """Return a tensor without the tensor subclass of a feature."""
     added = type(value) in PLAIN and type(value) is not torch.Tensor and not isinstance(value, nn.Parameter)
     return value.as_subclass(torch.Tensor) if added else value
 
 
 class MarkPartial(_Shared):
-    """State-dict hook of a root model and of the Hugging Face models inside it, which have one mark together."""
+    """The state-dict hook of a root model and of the Hugging Face models inside it, which share one mark."""
 
     def __init__(self) -> None:
         self._marks: dict[tuple[str, ...], Mark] = {}
@@ -214,8 +215,8 @@ class MarkPartial(_Shared):
             package = module.partition(".")[0]
             if function in _WHOLE_MODEL_SAVERS.get(package, ()):
                 raise ConfigError(
-                    f"{package}'s {function}: this rank holds only its part of {shard.name}: that of "
-                    f"{describe_ranks(ranks)}.\n{USE_INSTEAD}"
+                    f"{package}'s {function} is not supported: this rank holds only its shards of {shard.name} "
+                    f"({describe_ranks(ranks)}).\n{USE_INSTEAD}"
                 )
             if module.startswith("torch.distributed.checkpoint") and function in _DCP:
                 _refuse_full(shard, model)
@@ -223,7 +224,7 @@ class MarkPartial(_Shared):
                     mark.warn(_OF_DCP)
         metadata[_MARK] = mark
         if prefix:
-            return None  # part of another module's state dict, which goes on filling its own
+            return None  # the call of an outer module, whose dict continues to be filled
         result = PartialStateDict(state)
         vars(result).update(vars(state))
         result.mark = mark
@@ -237,46 +238,46 @@ def _check(
     entries: list[tuple[str, TensorPlan, torch.Tensor]],
     part: Mapping[str, list[int]] | None,
 ) -> bool:
-    """Tell whether the tensors are whole. Raises CheckpointError if they are mixed, or another rank's.
+    """Return whether the tensors are full. Raises CheckpointError if they are mixed, or of another rank.
 
     Args:
         own: The names of this rank's tensors.
-        part: The ranks that the state dict is from; None if it does not say.
+        part: The ranks of the state dict; None if unknown.
     """
     rank = shard.mpu.shards.rank
-    whole: list[str] = []
+    full: list[str] = []
     local: list[str] = []
     neither: list[str] = []
     for name, due, value in entries:
         shape, expected = tuple(value.shape), due.local_shape(rank)
         if shape == expected == due.shape:
             continue
-        kind = whole if shape == due.shape else local if shape == expected else neither
-        kind.append(f"{name}: {list(shape)} given, {list(due.shape)} whole, {list(expected)} here")
-    is_part = bool(local) or not whole  # without a mark, shapes alone tell
+        kind = full if shape == due.shape else local if shape == expected else neither
+        kind.append(f"{name}: got {list(shape)}, expected {list(due.shape)} (full) or {list(expected)} (this rank)")
+    is_part = bool(local) or not full  # without a mark, only the shapes show it
     if part is not None and is_part and dict(part) != ranks:
         raise CheckpointError(
-            f"load_state_dict: the state dict is what {describe_ranks(part)} had; this is {describe_ranks(ranks)}.\n"
-            "  Load this rank's own, or a whole model's on every rank; for another mesh use model.save_parallelized "
-            "and\n  model.from_parallelized."
+            f"load_state_dict got the state dict of {describe_ranks(part)}; this is {describe_ranks(ranks)}.\n"
+            "  Load this rank's dict, or the dict of a full model on every rank; for another mesh use "
+            "model.save_parallelized and\n  model.from_parallelized."
         )
-    if neither or (whole and local):
-        what = "have neither the whole nor this rank's shape" if neither else "are whole, others this rank's shards"
-        found = neither or [whole[0], local[0]]
+    if neither or (full and local):
+        what = "have neither the full nor this rank's shape" if neither else "are full, but the rest are shards"
+        found = neither or [full[0], local[0]]
         raise CheckpointError(
-            f"load_state_dict: {len(neither) or len(whole)} tensors {what} ({describe_ranks(ranks)}):\n  "
+            f"load_state_dict: {len(neither) or len(full)} tensors {what} ({describe_ranks(ranks)}):\n  "
             + "\n  ".join(found[:5])
         )
     if entries and not shard.is_block and not any(name in own for name, _, _ in entries):
         raise CheckpointError(
-            f"load_state_dict: the state dict holds nothing of this rank ({describe_ranks(ranks)}), only what other "
-            f"stages hold: {listed([name for name, _, _ in entries], 3)}"
+            f"load_state_dict: the state dict has no tensor of this rank ({describe_ranks(ranks)}), only tensors of "
+            f"other stages: {listed([name for name, _, _ in entries], 3)}"
         )
-    return bool(whole)
+    return bool(full)
 
 
 def attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> Iterator[nn.Module]:
-    """Put hooks on a model that warn of taking a rank's part for all; yield its root and the models inside it."""
+    """Register the state-dict hooks on a model; yield the root model and the Hugging Face models inside it."""
     mark, name = MarkPartial(), type(model).__name__
     tensors = {alias: t for t in plan.saved().tensors.values() for alias in (t.name, *t.aliases)}
     for path, module in model.named_modules():
@@ -298,16 +299,16 @@ def detach_hooks(model: nn.Module) -> None:
                 del hooks[key]
 
 
-# -- torch.distributed.checkpoint.state_dict, which reads the optimizer and asks each module of the model for names ----
+# -- torch.distributed.checkpoint.state_dict, which reads the optimizer and calls _fqn_modifiers of each module --------
 
 _FUNCTIONS = ("get_optimizer_state_dict", "get_state_dict", "set_optimizer_state_dict", "set_state_dict")
 
 
 def fqn_modifiers(self: nn.Module) -> dict[str, str]:
-    """Tell torch's ``get_optimizer_state_dict`` and its kin, which ask each module for this, that a rank has a part.
+    """Warn in torch's ``get_optimizer_state_dict`` and related functions, which call this on each module.
 
     Raises:
-        ConfigError: they are asked for whole tensors, which they would make of one rank's shards.
+        ConfigError: The call asks for full tensors, which torch would make from one rank's shards.
     """
     shard = shard_of(self)
     if shard is None:
@@ -317,16 +318,16 @@ def fqn_modifiers(self: nn.Module) -> dict[str, str]:
         if function in _FUNCTIONS[:2] and not shard.warned:
             shard.warned = True
             warn_user(
-                f"torch's {function} reads an optimizer of {shard.name}: it is what "
-                f"{describe_ranks(shard.ranks(self))} has of its state, not all of it.\n"
-                "  autopar.checkpoint.to_dtensor_training_state(model, optimizer) makes a dict for "
+                f"torch's {function} reads an optimizer of {shard.name}: it gets only the shards of the state on "
+                f"{describe_ranks(shard.ranks(self))}.\n"
+                "  Use autopar.checkpoint.to_dtensor_training_state(model, optimizer) for "
                 "torch.distributed.checkpoint."
             )
     return {}
 
 
 def _refuse_full(shard: ModelShard, model: nn.Module) -> None:
-    """Raise ConfigError in torch's functions that would make a full state dict of one rank's shards or stage."""
+    """Raise ConfigError in torch's functions that would make a full state dict from one rank's shards or stage."""
     if shard.plan.shards == 1 and shard.mpu.pp.size == 1:  # DTensors, which torch joins
         return
     for frame, function in frames_of("torch.distributed.checkpoint.state_dict"):
@@ -334,6 +335,6 @@ def _refuse_full(shard: ModelShard, model: nn.Module) -> None:
         full = getattr(options, "full_state_dict", False) or getattr(options, "broadcast_from_rank0", False)
         if full and function in ("get_model_state_dict", *_FUNCTIONS):
             raise ConfigError(
-                f"torch's {function} with full_state_dict=True: {shard.name} is sharded without DTensors, and this is "
-                f"the part of {describe_ranks(shard.ranks(model))}.\n{USE_INSTEAD}"
+                f"torch's {function} does not support full_state_dict=True here: {shard.name} is sharded without "
+                f"DTensors, and this is {describe_ranks(shard.ranks(model))}.\n{USE_INSTEAD}"
             )

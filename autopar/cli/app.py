@@ -1,4 +1,4 @@
-"""The typer application, what commands share (options, JSON, errors without a traceback), and ``autopar features``."""
+"""The typer application, shared options and output of its commands, and ``autopar features``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autopar.errors import AutoparError, ConfigError, in_one_line
 
 app = typer.Typer(
     name="autopar",
-    help="Plan a run, prove it; work with checkpoints that autopar has written, and with policies.",
+    help="Plan and verify runs; work with autopar's checkpoints and policies.",
     no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # click's plain help cuts no option in 80 columns
+    rich_markup_mode=None,  # click's plain help truncates no option in 80 columns
 )
 
 Model = Annotated[
@@ -59,23 +59,23 @@ def sections_of(config: Path | None, tp: int, pp: int, cp: int, ep: int, sp: boo
     given = {name: keys for name, keys in given.items() if keys}
     if config is not None and given:
         raise ConfigError(
-            f"--config {config} has the sizes: leave out --tp, --pp, --cp, --ep and --sp, and its other settings"
+            f"--config {config} is not supported with --tp, --pp, --cp, --ep, --sp or options for its settings"
         )
     if sp and tp == 1:
-        raise ConfigError("--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more")
+        raise ConfigError("--sp shards sequences over tensor-parallel ranks and needs --tp 2 or more")
     return config if config is not None else given
 
 
 def print_json(found: Any) -> None:
-    """Print plain data."""
+    """Print data as JSON."""
     print(json.dumps(found, indent=1))
 
 
 @contextmanager
 def errors(as_json: bool = False) -> Iterator[None]:
-    """Exit with code 1 on a user's error, printed as one line on stderr.
+    """Print an error of autopar as one line on stderr and exit with code 1.
 
-    As JSON, ``{"error": {"type": ..., "message": ...}}`` goes to stdout.
+    With ``as_json``, print ``{"error": {"type": ..., "message": ...}}`` on stdout.
     """
     try:
         yield

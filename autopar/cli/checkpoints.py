@@ -1,4 +1,4 @@
-"""``autopar merge | split | reshard | inspect | check``: one process, no GPU, no process group."""
+"""The commands ``autopar merge | split | reshard | inspect | check``, in one process, without a GPU."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def _report(verb: str, result: dict[str, Any], destination: Path, as_json: bool)
     )
 
 
-@app.command(
-    short_help="Make an ordinary Hugging Face folder of shards.", epilog="Example: autopar merge checkpoint merged"
-)
+@app.command(short_help="Convert shards to a Hugging Face folder.", epilog="Example: autopar merge checkpoint merged")
 def merge(
     source: _Source,
     destination: _Target,
@@ -67,7 +65,7 @@ def merge(
 
 
 @app.command(
-    short_help="Make shards of a Hugging Face folder.", epilog="Example: autopar split gpt2-folder sharded --tp 2"
+    short_help="Convert a Hugging Face folder to shards.", epilog="Example: autopar split gpt2-folder sharded --tp 2"
 )
 def split(
     source: Annotated[Path, typer.Argument(help="Hugging Face checkpoint: a folder with config.json and weights.")],
@@ -79,7 +77,7 @@ def split(
     force: _Force = False,
     as_json: Json = False,
 ) -> None:
-    """Split a Hugging Face checkpoint into the shards of a mesh beforehand, one tensor at a time."""
+    """Split a Hugging Face checkpoint into the shards of a mesh, one tensor at a time."""
     with errors(as_json):
         from autopar.cli.split import split_checkpoint
 
@@ -100,7 +98,7 @@ def reshard(
     force: _Force = False,
     as_json: Json = False,
 ) -> None:
-    """Write a sharded checkpoint again as the shards of another mesh. Loading does not need it: any mesh reads any."""
+    """Write a sharded checkpoint for another mesh. Loading does not need it: any mesh loads any checkpoint."""
     with errors(as_json):
         from autopar.checkpoint.offline import reshard_checkpoint
 
@@ -113,7 +111,7 @@ def reshard(
 
 @app.command(short_help="Read shards from end to end, list all damage.", epilog="Example: autopar check checkpoint")
 def check(directory: _Source, as_json: Json = False) -> None:
-    """Read a sharded checkpoint from end to end and list everything that is wrong; exit code 1 if anything is."""
+    """Read a sharded checkpoint from end to end and list all problems; exit with code 1 if there are any."""
     with errors(as_json):
         from autopar.checkpoint.shards import check_checkpoint
 
@@ -124,7 +122,7 @@ def check(directory: _Source, as_json: Json = False) -> None:
     elif not problems:
         print(
             f"{directory} is complete: {result['files']} files, {result['tensors']} tensors, {size(result['bytes'])}, "
-            "every checksum as saved, every element in one place"
+            "all checksums match, every element in one place"
         )
     else:
         for problem in problems:
@@ -155,7 +153,7 @@ def _file(path: Path, record: FileRecord) -> dict[str, Any]:
 
 
 def _mesh(manifest: Manifest) -> dict[str, int]:
-    """Return the sizes with which it was saved; cp if above 1, ep if above tp."""
+    """Return the sizes of the saved mesh; cp if above 1, ep if above tp."""
     shards, pp, copies, _ = manifest.sizes
     replicas = copies * manifest.experts // manifest.cp
     sizes = {"tensor": manifest.tp, "pipeline": pp, "data": replicas}
@@ -198,7 +196,7 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def in_words(layout: Layout | None) -> str:
-    """Return ``dim 0: heads 4+4 | kv_heads 1+1 (x 64)``: units of each block on each rank, and elements per unit."""
+    """Return the units of each block per rank and the elements per unit: ``dim 0: heads 4+4 | kv_heads 1+1 (x 64)``."""
     if layout is None:
         return "full on every rank"
     blocks = []
@@ -224,7 +222,7 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
 
 
 def _tensors(manifest: Manifest) -> Iterator[list[str]]:
-    """Yield a row for each tensor, one for those that differ in numbers of blocks alone."""
+    """Yield a row for each tensor; tensors that differ only in the numbers of blocks share a row."""
     from autopar.plan.plan import rows
 
     held = manifest.parts["model"].files

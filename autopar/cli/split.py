@@ -42,34 +42,34 @@ def split_checkpoint(
     force: bool = False,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Write the sharded checkpoint that a model of ``tp`` x ``pp`` ranks would have saved.
+    """Write the sharded checkpoint that a model of ``tp`` x ``pp`` ranks would save.
 
-    ``from_pretrained`` reads the ranges of each rank from a Hugging Face checkpoint as it is; shards are for file
-    systems that are slow at that, and for nodes that are to be sent their own files only.
+    ``from_pretrained`` needs no split: each rank reads its ranges from the Hugging Face checkpoint. Split it if the
+    file system is slow at that, or to send each node only its files.
 
     Args:
-        source: Folder with ``config.json`` and weights (safetensors or ``pytorch_model.bin``).
-        destination: New folder; it appears when it is complete.
-        tp, pp: Sizes of the mesh.
-        policy: See :func:`autopar.initialize`.
-        dtype: Dtype of the written weights; by default the config's.
-        force: Replace a checkpoint in ``destination``; other files there are kept.
-        progress: Show a progress bar; by default on a terminal.
+        source: The folder with ``config.json`` and weights (safetensors or ``pytorch_model.bin``).
+        destination: The new folder; it appears when it is complete.
+        tp, pp: The sizes of the mesh.
+        policy: The policy, as for :func:`autopar.initialize`.
+        dtype: The dtype of the written weights; by default the config's.
+        force: True to replace a checkpoint in ``destination``; other files there are kept.
+        progress: True to show a progress bar; by default on a terminal.
 
     Returns:
         ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
 
     Raises:
         CheckpointError: The source is incomplete or damaged, or the destination cannot be written.
-        ConfigError, UnsupportedModelError, PolicyError: The model cannot be sharded like that.
+        ConfigError, UnsupportedModelError, PolicyError: The sizes or the policy do not fit the model.
     """
     check_sizes(tp, pp)
     folder, chosen = Path(source), parse_dtype(dtype)
     model = _open(folder, chosen)
     if count := len(stored_weights(model)):
         raise ConfigError(
-            f"{folder} holds {count} quantized weights, which are not split: autopar.from_pretrained reads each rank's "
-            "part of them."
+            f"{folder} holds {count} quantized weights, which are not split\n"
+            "  Use autopar.from_pretrained, which reads the shards of each rank."
         )
     used = find_policy(model, given_policy(model, policy))
     plan = make_plan(model, used, tp)
@@ -100,20 +100,20 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         config = json.loads(small_file(path))
         names = config.get("architectures") or []
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no Hugging Face checkpoint: config.json is missing") from None
+        raise CheckpointError(f"{folder} is not a Hugging Face checkpoint: config.json is missing") from None
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if "auto_map" in config:
         raise CheckpointError(
-            f"{folder} comes with its own code, which split does not run\n"
+            f"{folder} contains custom code, which split does not run\n"
             "  Load it with autopar.from_pretrained(..., trust_remote_code=True) and call save_parallelized."
         )
     kind = getattr(transformers, names[0], None) if len(names) == 1 and isinstance(names[0], str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         hint = nearest(str(names[0]), dir(transformers)) if names else ""
-        raise CheckpointError(f"{path} says architectures={names}, which is not a model of transformers.{hint}")
+        raise CheckpointError(f"architectures in {path} must be a model of transformers, got {names}.{hint}")
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # of reading headers; split shows its own
+    logging.disable_progress_bar()  # hides the bar of reading headers; split shows one
     try:
         with lazy_init():
             loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]
@@ -121,7 +121,7 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
             )
     except (AutoparError, Warning):
         raise
-    except Exception as error:  # transformers may raise anything
+    except Exception as error:  # transformers may raise any error
         raise explained(error, folder, {}) from error
     finally:
         if shown:
@@ -130,7 +130,7 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing or unexpected:
         what = f"it lacks {listed(missing)}" if missing else f"it also holds {listed(unexpected)}"
-        raise CheckpointError(f"{folder} does not hold exactly a {kind.__name__}: {what}")
+        raise CheckpointError(f"{folder} must hold exactly the weights of a {kind.__name__}: {what}")
     return model
 
 
@@ -147,5 +147,5 @@ def _sources(model: PreTrainedModel, plan: Plan) -> dict[str, LazyTensor]:
                 found.setdefault(plan.canonical(start + name), InMemory(buffer))
     missing = [name for name in plan.tensors if name not in found]
     if missing:
-        raise CheckpointError(f"the checkpoint has no values for {listed(missing)}")
+        raise CheckpointError(f"the checkpoint lacks values for {listed(missing)}")
     return found

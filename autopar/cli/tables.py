@@ -1,4 +1,4 @@
-"""Tables in a terminal, one look for all: the command line, the report of ``verify``, ``summary``."""
+"""Tables in one style for the command line, the report of ``verify`` and ``summary``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Column, Table
 
-_WIDE = 10_000  # no line is folded
+_WIDE = 10_000  # so that no line is folded
 
 
 def table(*columns: Column | str) -> Table:
-    """Make a table with a line under its head, and none around it. Long cells are folded, not cut."""
+    """Make a table with a line under its head and no border. Long cells are folded, not truncated."""
     from rich import box
     from rich.table import Table
 
@@ -24,7 +24,7 @@ def table(*columns: Column | str) -> Table:
 
 
 def filled(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Make a table of rows; columns that are empty in all rows are left out."""
+    """Make a table of rows without columns that are empty in all rows."""
     from rich.markup import escape
 
     kept = [place for place in range(len(heads)) if any(row[place] for row in rows)]
@@ -35,10 +35,10 @@ def filled(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def lines(shown: Any, width: int | None = None) -> list[str]:
-    """Return the lines of a table, or of what rich can show, without colors, blanks at their ends and empty lines.
+    """Return the lines of a table or another rich object, without colors, trailing blanks and empty lines.
 
     Args:
-        width: Columns; by default of the terminal, unlimited if stdout is a file.
+        width: The number of columns; by default the terminal's, or unlimited if stdout is a file.
     """
     from rich.console import Console
 
@@ -50,12 +50,12 @@ def lines(shown: Any, width: int | None = None) -> list[str]:
 
 
 def shape(sizes: Iterable[int]) -> str:
-    """Return the sizes of a tensor in words."""
+    """Return the shape of a tensor as text."""
     return " x ".join(map(str, sizes)) or "scalar"
 
 
 def digits(value: float) -> str:
-    """Return a positive number with at least three digits, without an exponent where it is large."""
+    """Return a positive number with at least three digits; a large number has no exponent."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 

@@ -1,4 +1,4 @@
-"""The configuration: a dict, JSON or YAML."""
+"""The configuration, from a dict, a JSON or a YAML file."""
 
 from autopar.config.parallel_config import ParallelConfig
 

@@ -1,4 +1,4 @@
-"""ParallelConfig: the user's configuration, read from a dict, a JSON or a YAML file. All errors at once."""
+"""Read the user's configuration from a dict, a JSON or a YAML file, and report all its problems in one error."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _NO_PIPELINE = PipelineConfig()
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Resolved configuration. ``docs/configuration.md`` describes every key.
+    """The resolved configuration. ``docs/configuration.md`` describes every key.
 
-    A field has the name of its key. Keys of ``zero``, ``optimizer``, ``compile``, ``loss`` and ``consistency_check``
-    come after the name of their section (``zero_stage``), keys of ``activation_checkpointing`` after ``checkpoint``.
-    ``precision``, ``compile``, ``consistency_check`` and ``activation_checkpointing`` are themselves the field of their
-    dtype, or of ``enable``.
+    A field has the name of its key. For keys of ``zero``, ``optimizer``, ``compile``, ``loss`` and
+    ``consistency_check`` the name of the section comes first (``zero_stage``), for keys of ``activation_checkpointing``
+    ``checkpoint``. The field ``precision`` is the section's dtype; the fields ``compile``, ``consistency_check`` and
+    ``activation_checkpointing`` are the ``enable`` of their sections.
 
-    The form a user writes has sections; a section that is present is on unless it says ``enable: false``. A key or a
-    section that is ``null`` is as if it were not there::
+    The user's form has sections. A section that is present is enabled unless it contains ``enable: false``. A key or
+    section that is ``null`` is ignored::
 
         model_parallelism:
           enable: true
@@ -112,13 +112,13 @@ class ParallelConfig:
     def parse(
         cls, source: Mapping[str, Any] | str | Path | ParallelConfig | None, world_size: int | None = None
     ) -> ParallelConfig:
-        """Read a dict, the path of a ``.json`` / ``.yaml`` / ``.yml`` file, or a ready ``ParallelConfig``.
+        """Read a dict, the path of a ``.json`` / ``.yaml`` / ``.yml`` file, or an existing ``ParallelConfig``.
 
         Args:
-            world_size: Number of processes in which ``initialize`` runs; None leaves that check to later.
+            world_size: The number of processes; None to check the sizes later.
 
         Raises:
-            ConfigError: lists every unknown key, wrong type and impossible size that was found.
+            ConfigError: A key is unknown, or a type or size is wrong. It lists all problems.
         """
         if isinstance(source, ParallelConfig) or source is None:
             config = source or cls()
@@ -135,7 +135,7 @@ class ParallelConfig:
             if content is None and (known or section in PLAIN):
                 continue
             if section == "optimizer" and not (isinstance(content, Mapping) and SECTIONS["optimizer"].keys() & content):
-                known = None  # another library's section of that name
+                known = None  # a section of another library
             if section in PLAIN:
                 problem = check_value(section, content, PLAIN[section])
                 problems += [problem] if problem else []
@@ -163,24 +163,24 @@ class ParallelConfig:
 
     @property
     def transport(self) -> str:
-        """The transport on CPUs. Graphs use gloo, and so must a rank that gives up compiling by itself."""
+        """The transport on CPUs: gloo with compile, also for a rank on which compilation fails."""
         return "gloo" if self.compile and self.cpu_transport == "auto" else self.cpu_transport
 
     @property
     def fully_sharded(self) -> bool:
-        """Whether torch's FSDP2 shards weights, gradients and the optimizer's state over the replicas."""
+        """Whether torch's FSDP2 shards weights, gradients and optimizer state over the replicas."""
         return self.zero_stage in FULLY_SHARDED
 
     @property
     def parameters_every(self) -> int:
-        """Steps between two comparisons of all weights that must be identical on ranks, or 0: samples only."""
+        """The number of steps between comparisons of all weights that must be identical on ranks; 0: only samples."""
         return int(self.consistency_parameters.partition(" ")[2] or 0)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return ``world_size / (tensor_parallel_size * context_parallel_size * pipeline_parallel_size)``.
 
         Raises:
-            ConfigError: if that is not an integer; lists the world sizes and tensor-parallel sizes that fit.
+            ConfigError: It is not an integer. The error lists the world sizes and tensor-parallel sizes that fit.
         """
         tp, cp, pp = self.tensor_parallel_size, self.context_parallel_size, self.pipeline_parallel_size
         if world_size % (tp * cp * pp):
@@ -189,7 +189,7 @@ class ParallelConfig:
 
 
 def _fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the fields that sections set. A section is on unless it says otherwise; one that is off sets nothing."""
+    """Return the fields that enabled sections set. A section is enabled unless it contains ``enable: false``."""
     fields = {}
     for section, given in values.items():
         content = {"enable": True, **given}
@@ -200,7 +200,7 @@ def _fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> object:
-    """Read a config file's plain data. Raises ConfigError where it cannot be parsed: with its line."""
+    """Read the data of a config file. Raises ConfigError with the line if it cannot be parsed."""
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise ConfigError(f"config file '{path}' must end in .json, .yaml or .yml")
 
@@ -238,11 +238,11 @@ def _raise(problems: list[str]) -> None:
         raise ConfigError("\n".join([f"the config has {len(problems)} problems:", *lines]), problems)
 
 
-# -- values that are right one by one and do not go together, or do not fit the world ----------------------------------
+# -- values that are valid, but not together or not in this world ------------------------------------------------------
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """List the problems of values that are right one by one."""
+    """List the problems of combinations of valid values."""
     c = SimpleNamespace(**values)
     return [*_of_scales(c), *_of_zero(c), *_of_blocks(c)]
 
@@ -259,21 +259,21 @@ def _of_scales(c: Any) -> Iterator[str]:
 
 
 def _of_blocks(c: Any) -> Iterator[str]:
-    """Yield problems of the loss, of compiled blocks, and of recomputed ones."""
+    """Yield problems of the loss, of compiled blocks, and of recomputed blocks."""
     if c.loss_chunk and c.loss_gather_logits == "always":
-        yield f"loss.chunk={c.loss_chunk} makes no whole logits, which loss.gather_logits=always would gather"
+        yield f"loss.chunk={c.loss_chunk} is not supported with loss.gather_logits=always: it never makes full logits"
     if c.compile_mode != "default" and c.compile_backend != "inductor":
-        yield f"compile.mode={c.compile_mode} is one of the backend inductor, not of {c.compile_backend}"
+        yield f"compile.mode={c.compile_mode} needs the backend inductor, not {c.compile_backend}"
     if c.compile and c.cpu_transport == "shm":
-        yield "cpu_transport=shm does not go with compile: graphs use the process group. Leave one out"
+        yield "cpu_transport=shm is not supported with compile: graphs use the process group. Leave one out"
     if c.compile and c.context_parallel_size > 1:
         cp = f"context_parallel_size={c.context_parallel_size}"
-        yield f"{cp} does not go with compile: which rows a block gets is decided in Python"
+        yield f"{cp} is not supported with compile: Python code chooses the local sequence of a block"
     if c.compile and c.sequence_parallel:
-        yield "sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out"
+        yield "sequence_parallel is not supported with compile: compiled blocks need full sequences. Leave one out"
     if c.compile and c.checkpoint_saves:
         saves = f"activation_checkpointing.save={list(c.checkpoint_saves)}"
-        yield f"{saves} does not go with compile, whose graphs choose by themselves what they keep. Leave one out"
+        yield f"{saves} is not supported with compile, whose graphs choose what they keep. Leave one out"
     if c.cpu_checkpointing and not c.activation_checkpointing:
         yield "cpu_checkpointing=True needs activation_checkpointing=True"
     if (c.checkpoint_saves or c.checkpoint_every > 1) and not c.activation_checkpointing:
@@ -294,21 +294,21 @@ def _of_zero(c: Any) -> Iterator[str]:
         yield f"zero.optimizer_offload needs zero.stage 0 or 1, not {stage}, which has zero.cpu_offload"
     if stage == 3 and c.pipeline_parallel_size > 1 and c.pipeline.schedule in SPLIT_BACKWARD:
         yield (
-            f"zero.stage=3 does not go with pipeline.schedule={c.pipeline.schedule}: between the two halves of a "
-            "block's backward its weights would be gone.\n  Use zero.stage 2, which gathers weights once a step, or "
-            "the schedule 1f1b."
+            f"zero.stage=3 is not supported with pipeline.schedule={c.pipeline.schedule}: the weights of a block would "
+            "be freed between the two halves of its backward.\n  Use zero.stage 2, which gathers weights once per "
+            "step, or the schedule 1f1b."
         )
     if c.zero_shard_size and c.expert_parallel_size > c.tensor_parallel_size:
         sizes = f"expert_parallel_size={c.expert_parallel_size} above tensor_parallel_size={c.tensor_parallel_size}"
         why = "experts are sharded over the replicas already. Leave it out"
-        yield f"zero.shard_size={c.zero_shard_size} does not go with {sizes}: {why}"
+        yield f"zero.shard_size={c.zero_shard_size} is not supported with {sizes}: {why}"
     if sharded and c.optimizer_split_fused:
-        why = "torch's FSDP2 has rows of the fused matrices"
-        yield f"zero.stage={stage} does not go with optimizer.split_fused: {why}. Use zero.stage 1."
+        why = "torch's FSDP2 shards the rows of fused matrices"
+        yield f"zero.stage={stage} is not supported with optimizer.split_fused: {why}. Use zero.stage 1."
 
 
 def _unfit(values: Mapping[str, Any], world_size: int | None) -> list[str]:
-    """List what keeps ``initialize`` from these sizes in a world of that size, if that is known."""
+    """List the problems of the sizes in a world of ``world_size`` processes (None: unknown)."""
     tp, cp, pp, ep = (values[f"{kind}_parallel_size"] for kind in ("tensor", "context", "pipeline", "expert"))
     zero, problems = values["zero_shard_size"], list[str]()
     replicas: int | None = None
@@ -326,24 +326,24 @@ def _unfit(values: Mapping[str, Any], world_size: int | None) -> list[str]:
 
 
 def _misfit_of_experts(ep: int, tp: int, replicas: int | None) -> str:
-    """Say which expert-parallel sizes fit; ``replicas``: None if the world is not known."""
+    """Return the error that lists fitting expert-parallel sizes; ``replicas``: None if the world is unknown."""
     rule = f"expert_parallel_size={ep} must be 1 or a multiple of tensor_parallel_size={tp}"
     if replicas is None:
-        return f"{rule}: the ranks that hold a model's other layers, and replicas of them, hold its experts"
+        return f"{rule}: experts are sharded over the tensor-parallel ranks and some of their replicas"
     fitting = sorted({1, *(tp * inner for inner in range(1, replicas + 1) if replicas % inner == 0)})
     fit = f"{', '.join(map(str, fitting))} {'fit' if len(fitting) > 1 else 'fits'} here"
     return f"{rule} that divides {tp} x {replicas} replicas = {tp * replicas}: {fit}"
 
 
 def _does_not_divide(tp: int, cp: int, pp: int, world_size: int) -> str:
-    """Say that these sizes do not divide a world, and which would."""
+    """Return the error for sizes that do not divide the world, with sizes that do."""
     others = f"context_parallel_size={cp} x pipeline_parallel_size={pp}" if cp > 1 else f"pipeline_parallel_size={pp}"
     product = tp * cp * pp
     fitting = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % (size * cp * pp) == 0)
     sizes = f"tensor_parallel_size can be {fitting}" if fitting else f"no tensor_parallel_size fits {others}"
     return (
         f"tensor_parallel_size={tp} x {others} = {product} does not divide the world of {world_size} processes.\n"
-        f"  {world_size} / {product} must be whole: it is the data-parallel size.\n"
+        f"  {world_size} / {product} must be an integer: it is the data-parallel size.\n"
         f"  With {world_size} processes {sizes}; or start a multiple of {product} processes "
         f"(torchrun --nproc-per-node {product})."
     )

@@ -1,4 +1,4 @@
-"""The sections of the configuration and their keys, as data, and their checks; the section ``pipeline``."""
+"""The sections and keys of the configuration as data, their checks, and the section ``pipeline``."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ SECTIONS: dict[str, dict[str, type]] = {
 }
 # Short names of the sizes: {"tp": 2} is {"model_parallelism": {"tensor_parallel_size": 2}}.
 SHORT = {f"{axis[0]}p": f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "context", "expert")}
-# Values at the top level, no sections.
+# Keys at the top level, outside of sections.
 PLAIN: dict[str, type] = {"gradient_clipping": float, "policy": str, **dict.fromkeys(SHORT, int)}
-SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # gradients of weights come later than inputs'
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # weight gradients are computed after input gradients
 SCHEDULES = ("1f1b", "gpipe", "interleaved", *SPLIT_BACKWARD)
 _FOLDED = ("zbv", "dualpipev")
-_CHOICES: dict[str, tuple[Any, ...]] = {  # of fields of ParallelConfig and PipelineConfig
+_CHOICES: dict[str, tuple[Any, ...]] = {  # by field of ParallelConfig and PipelineConfig
     "schedule": SCHEDULES,
     "loss_reduction": ("tokens", "microbatch"),
     "cpu_transport": ("auto", "gloo", "shm"),
@@ -67,10 +67,10 @@ _FORMS = {  # pattern, and its description
     "consistency_parameters": (r"auto|every [1-9]\d*", "auto or 'every N' (every 100)"),
 }
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a word", list: "a list"}
-FULLY_SHARDED = (2, 3)  # stages of ZeRO that torch's FSDP2 is
+FULLY_SHARDED = (2, 3)  # ZeRO stages that use torch's FSDP2
 SAVED = ("attention", "collectives", "matmuls")  # parts of a forward that recomputed blocks may keep
 
-# section, key -> field of ParallelConfig, where that is not the key's name.
+# (section, key) -> field of ParallelConfig, if the field has another name than the key.
 FIELDS = {
     ("precision", "dtype"): "precision",
     ("consistency_check", "enable"): "consistency_check",
@@ -88,7 +88,7 @@ for _section in ("zero", "optimizer", "compile", "loss"):
 def check_section(
     section: str, content: Mapping[Any, Any], known: Mapping[str, type], problems: list[str]
 ) -> dict[str, Any]:
-    """Return the valid values of a section; further problems are added to ``problems``."""
+    """Return the valid values of a section; append problems to ``problems``."""
     checked: dict[str, Any] = {}
     for key, value in content.items():
         if key in SHORT and key not in known:
@@ -112,7 +112,7 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
     """Return the problem of a value, or None."""
     if name == "policy" and type(value) is not str:
         return f"policy must be 'derive' or the path of a policy, not {describe(value)}"
-    if type(value) is not kind and not (kind is float and type(value) is int):  # True counts as no int
+    if type(value) is not kind and not (kind is float and type(value) is int):  # a bool is not an int here
         return f"{name} must be {_NAMES.get(kind, kind.__name__)}, not {describe(value)}"
     section, _, key = name.rpartition(".")
     field = FIELDS.get((section, key), key)
@@ -130,7 +130,7 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
 
 
 def explain_unknown(section: object, content: object) -> str:
-    """Return the error of an unknown section, with the key that is meant."""
+    """Return the error of an unknown section, with the closest key."""
     for name, keys in SECTIONS.items():
         if section in keys and section != "enable" and explain(section, content) is None:
             return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: {clip(str(content))}}}}}"
@@ -150,8 +150,8 @@ def describe(value: object) -> str:
 class PipelineConfig:
     """The section ``pipeline`` of ``docs/configuration.md``.
 
-    Without ``microbatch_size`` and ``num_microbatches`` a micro-batch is one sample, at one stage the batch.
-    ``dualpipev`` runs a batch of fewer micro-batches than two for each rank in the order of ``zbv``.
+    Without ``microbatch_size`` and ``num_microbatches``, a micro-batch is one sample, or the batch if there is one
+    stage. With fewer than two micro-batches per rank, ``dualpipev`` uses the order of ``zbv``.
     """
 
     schedule: str = "1f1b"
@@ -177,11 +177,11 @@ class PipelineConfig:
 
     @classmethod
     def of(cls, section: Mapping[str, Any], pp: int, problems: list[str]) -> PipelineConfig:
-        """Make it of the keys of the section; problems are added to ``problems``."""
+        """Create from the keys of the section; append problems to ``problems``."""
         layers = tuple(section.get("layers_per_stage", ()))
         found: dict[str, Any] = {"schedule": "1f1b", **section, "layers_per_stage": layers}
         if any(problem.startswith("pipeline.schedule ") for problem in problems):
-            found.pop("chunks", None)  # whether it is right depends on the schedule, which was refused
+            found.pop("chunks", None)  # its check needs a valid schedule
         found.setdefault("chunks", 2 if found["schedule"] in ("interleaved", *_FOLDED) else 1)
         if pp > 1 and not found.keys() & {"microbatch_size", "num_microbatches"}:
             found["microbatch_size"] = 1
@@ -190,7 +190,7 @@ class PipelineConfig:
         return made
 
     def _problems(self, pp: int) -> Iterator[str]:
-        """Yield problems of values that are right one by one, with ``pp`` ranks."""
+        """Yield problems of combinations of valid values with ``pp`` ranks."""
         schedule, chunks, count = self.schedule, self.chunks, self.num_microbatches
         unfit = f"pipeline.chunks={chunks} does not fit schedule {schedule}"
         if self.folded and chunks != 2:
@@ -205,13 +205,13 @@ class PipelineConfig:
         given = f"pipeline.num_microbatches={count}"
         if self.microbatch_size is not None:
             both = f"pipeline.microbatch_size={self.microbatch_size} and {given} are both given"
-            yield f"{both}: one follows from the other and the batch, so give one"
+            yield f"{both}: each follows from the other and the batch. Leave one out"
         if count < pp:
             less = f"{given} is less than pipeline_parallel_size={pp}"
-            yield f"{less}: some stages would never work at the same time; give at least {pp}"
+            yield f"{less}: some stages would always be idle; use at least {pp}"
         elif schedule == "dualpipev" and 1 < pp <= count < 2 * pp:
             less = f"{given} is less than twice pipeline_parallel_size={pp}"
-            yield f"{less}: schedule dualpipev is not defined for that; give at least {2 * pp}, or schedule zbv"
+            yield f"{less}, which schedule dualpipev needs; use at least {2 * pp}, or schedule zbv"
 
 
 # -- keys of other libraries -------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class PipelineConfig:
 
 @functools.cache
 def foreign_keys() -> dict[str, dict[str, str]]:
-    """Return for each library the advice on its keys; ``anyone``: on keys that no library has."""
+    """Return library -> key -> advice; ``anyone``: keys that no library has."""
     libraries = ("ColossalAI", "Megatron-LM", "DeepSpeed", "OSLO", "accelerate", "anyone")
     advice: dict[str, dict[str, str]] = {library: {} for library in libraries}
     for row in yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text("utf-8")):
@@ -229,7 +229,7 @@ def foreign_keys() -> dict[str, dict[str, str]]:
 
 
 def explain(key: object, value: Any = None) -> str | None:
-    """Return the key to write for a key of another library, with the user's value; None if no library has it."""
+    """Return the key to use instead of another library's key, with the user's value; None for an unknown key."""
     name = clip(str(key)).lstrip("-").replace("-", "_").lower()
     said = {library: advice[name] for library, advice in foreign_keys().items() if name in advice}
     if not said:

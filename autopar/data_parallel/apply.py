@@ -1,4 +1,4 @@
-"""Data parallelism of one model: checks of its wrappers and steps; ZeRO, precision and clipping around ``step()``."""
+"""Set up the data parallelism of a model: ZeRO, precision, clipping, and checks of its wrappers and steps."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class DataParallel:
-    """The data parallelism of a model, made when weights are sharded over tp and before stages release any.
+    """The data parallelism of a model, created after tp shards its weights and before stages release any.
 
     Attributes:
-        wrappers: Check of what is wrapped around the model.
-        steps: Check of the steps of its optimizers.
-        fully_sharded: The weights in ZeRO's stages 2 and 3; None in others.
-        norm: Norm of its gradients; also used when torch's own clippers and loss scalers get them.
-        replicas: Average of its gradients over the replicas.
-        step: Work around the step of the optimizer that :meth:`attach` got; None without one.
+        wrappers: The check of wrappers around the model.
+        steps: The check of the steps of its optimizers.
+        fully_sharded: The FSDP2 model of ZeRO stages 2 and 3; None for other stages.
+        norm: The norm of its gradients, also for torch's clippers and loss scalers.
+        replicas: The average of its gradients over the replicas.
+        step: The hooks around ``step()`` of the optimizer in :meth:`attach`; None without one.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DataParallel:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.wrappers = WrapperCheck(
             model, mpu, shares_experts=bool(plan.experts), fully_sharded=config.fully_sharded
-        )  # reports first what it finds in a step
+        )  # before StepCheck, so that its errors come first
         compares = config.consistency_check and not config.fully_sharded and mpu.dp_cp.size > 1
         make = registry.entry("guards", "step") if compares else None
         comparison = None if make is None else make(mpu, failures, config.parameters_every, plan.experts)
@@ -60,8 +60,8 @@ class DataParallel:
         """Set up ZeRO, precision and clipping for final parameters and a checked optimizer (or None). Collective.
 
         Args:
-            blocks: Blocks of the model.
-            fill: Function that gives memory to the shards that FSDP2 makes of parameters without memory.
+            blocks: The blocks of the model.
+            fill: A function that allocates and fills FSDP2's shards of parameters on the meta device.
         """
         model, inner, plan, mpu, config = self.model, self.inner, self.plan, self.mpu, self.config
         if optimizer is not None:
@@ -80,12 +80,12 @@ class DataParallel:
             self.step = ParallelStep(optimizer, model, inner, plan, mpu, config, counted, self.failures)
 
     def undo(self) -> None:
-        """Remove all of it, and put the fp32 weights back into the model; with ZeRO-1 a collective of the dp axis."""
+        """Undo the setup, and write the fp32 weights into the model. With ZeRO-1 a collective of the dp axis."""
         forget(self.steps)
         self.wrappers.remove()
         self.norm.remove()
         if self.fully_sharded is not None:
             self.fully_sharded.remove()
-        if self.step is not None and self.step.model is self.model:  # a copied model is not what the optimizer steps
+        if self.step is not None and self.step.model is self.model:  # the optimizer does not step a copied model
             self.step.give_back_weights()
             self.step.remove()

@@ -1,8 +1,11 @@
-"""ZeRO stages 2 and 3: torch's FSDP2 shards weights, gradients and the optimizer's state over the replicas.
+"""ZeRO stages 2 and 3: shard weights, gradients and optimizer state over the replicas with torch's FSDP2.
 
-Each block is one group of parameters. In stage 3 its weights are there only while it runs; in stage 2 from its forward
-to its backward. Through pipeline stages the gradients of all micro-batches of a pass are reduced at its end; in stage 2
-weights are gathered once a pass, in stage 3 for each micro-batch.
+[Note: FSDP2 and pipeline stages] Each block is one parameter group of FSDP2. Stage 3 gathers its weights for each
+forward and backward. Stage 2 keeps them from the forward to the backward. In a pass of micro-batches through pipeline
+stages FSDP2's reduction is off until the end, which reduces the summed gradients of all micro-batches once. Stage 2
+gathers the weights once per pass, stage 3 for each micro-batch. Replicas gather together, so all of them must run the
+same blocks in the same order; the order is compared when it changes. Gathered weights are freed after a forward without
+gradients and before a step, because a backward may never come.
 """
 
 from __future__ import annotations
@@ -54,61 +57,55 @@ from autopar.plan.stages import dropped_blocks
 
 
 def check_offload(cpu_offload: bool) -> None:
-    """Raise ConfigError where FSDP2 cannot offload: it copies through an accelerator's streams."""
+    """Raise ConfigError without an accelerator, whose streams FSDP2 uses to offload."""
     if cpu_offload and not torch.accelerator.is_available():
-        raise ConfigError(
-            "zero.cpu_offload moves shards between the CPU and an accelerator, and this machine has none; leave it out"
-        )
+        raise ConfigError("zero.cpu_offload needs an accelerator, got a machine without one\n  Leave it out.")
 
 
 def check_tied_experts(plan: Plan, config: ParallelConfig) -> None:
-    """Raise ConfigError where FSDP2 would make two weights of one that two modules of experts share."""
+    """Raise ConfigError if two modules of experts share a weight, which FSDP2 would untie."""
     tied = next((each for name, each in plan.tensors.items() if each.aliases and name in plan.experts), None)
     if tied is not None and config.fully_sharded:
         raise ConfigError(
-            f"zero.stage={config.zero_stage} does not go with expert_parallel_size={config.expert_parallel_size} above "
-            f"tensor_parallel_size={config.tensor_parallel_size} where\n  experts share a weight, as {tied.name} and "
-            f"{tied.aliases[0]} do: torch's FSDP2 would make two of it. Use zero.stage 1."
+            f"zero.stage={config.zero_stage} is not supported with expert_parallel_size={config.expert_parallel_size} "
+            f"above tensor_parallel_size={config.tensor_parallel_size} and tied experts ({tied.name} and "
+            f"{tied.aliases[0]})\n  Use zero.stage 1; torch's FSDP2 would untie the weight."
         )
 
 
 def check_layer_drop(model: nn.Module, stage: int) -> None:
-    """Raise ConfigError where replicas would leave out different blocks, whose weights they gather together."""
+    """Raise ConfigError if replicas would skip different blocks ([Note: FSDP2 and pipeline stages])."""
     dropped = dropped_blocks(model)
     if dropped:
         raise ConfigError(
-            f"zero.stage={stage} is not supported with {dropped}, which leaves out blocks at random: the replicas "
-            "gather weights together and\n  must run the same blocks. Set it to 0 (in the config, before the model is "
-            "made), or use zero.stage 1."
+            f"zero.stage={stage} is not supported with {dropped}, which skips blocks at random: replicas must run the "
+            "same blocks\n  Set it to 0 (in the config, before the model is made), or use zero.stage 1."
         )
 
 
 _ADVICE = (
-    "All replicas hold them: call the model on every rank, with a batch of its own, and print or save on one of them."
+    "All replicas hold shards: call the model on every rank, each with its batch, and print or save on one of them."
 )
 
 
 _SAME_MODULES = (
-    "Replicas gather weights together, and must run the same modules in the same order: give each of them a batch that "
-    "uses\n  the same modules (an image in each, or in none), skip no blocks at random, or use zero.stage 1."
+    "Replicas gather weights together and must run the same modules in the same order. Use batches that need the same\n"
+    "  modules (an image in each, or in none), do not skip blocks at random, or use zero.stage 1."
 )
 
 
 class FullySharded:
     """A model whose parameters FSDP2 shards over dp x cp, block by block, in place.
 
-    ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard. Experts that differ between
-    replicas are sharded over the ranks with the same experts, and their gradients averaged over these.
-
-    Gathered weights stay until a backward, which may never come. So they are freed before a step and after a forward
-    without gradients; the next forward gathers the new weights.
+    FSDP2 replaces ``Parameter`` objects by new ones, which hold this rank's shard as a ``DTensor``. Experts that differ
+    between replicas are sharded over the ranks with the same experts; these ranks also average their gradients.
 
     Args:
-        blocks: Blocks of a plain module, by its policy.
-        experts: Names of the parameters of experts that differ between replicas.
+        blocks: The blocks of a custom module, by its policy.
+        experts: The names of expert parameters that differ between replicas.
 
     Attributes:
-        read: Places in user code that have read numbers of DTensors, on all ranks.
+        read: The places in user code that have read values of DTensors, on all ranks.
     """
 
     def __init__(
@@ -123,18 +120,18 @@ class FullySharded:
     ) -> None:
         self.failures, self._mpu, self.read = failures, mpu, set[tuple[str, int]]()
         self._compares = config.consistency_check and mpu.dp_cp.size > 1
-        self._at, self._ran = (0, ""), 0  # blocks of this forward so far, and the last of them; groups before it
-        self._next = dict[tuple[int, str], str]()  # what came after it in the forward before; "": nothing
-        self._meeting = False  # whether this rank waits for the others, or did so in vain
+        self._at, self._ran = (0, ""), 0  # number of blocks run in this forward, and the last one; groups before it
+        self._next = dict[tuple[int, str], str]()  # the block that followed in the previous forward; "": the end
+        self._meeting = False  # True while this rank waits for the other ranks, and after that wait failed
         self._stage = config.zero_stage
-        self._keeps = config.zero_stage == 2  # weights, from a block's forward to its backward
+        self._keeps = config.zero_stage == 2  # weights stay from a block's forward to its backward
         dtype = DTYPES.get(config.precision)
         if dtype is not None:
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.float()
         policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
-        own = replace(policy, cast_forward_inputs=False)  # the block has cast, and routers' weights may stay in fp32
+        own = replace(policy, cast_forward_inputs=False)  # the block casts inputs; routers' weights may stay in fp32
         offload = CPUOffloadPolicy() if config.zero_cpu_offload else OffloadPolicy()
         how: dict[str, Any] = {"offload_policy": offload, "reshard_after_forward": False if self._keeps else None}
         for module in _modules_of(model, experts):
@@ -147,12 +144,12 @@ class FullySharded:
             if hasattr(module, "idle_zeros"):  # experts: FSDP2 reduces the same gradients on all ranks
                 module.idle_zeros = True  # type: ignore[assignment]
         self.model: Any = model
-        self._gathered = self._passing = False  # whether weights may be, whether a pass of micro-batches runs
+        self._gathered = self._passing = False  # weights may be gathered; a pass of micro-batches runs
         self._paths = {module: path for path, module in model.named_modules()}
-        for module in groups:  # generate may call what is inside of the model
+        for module in groups:  # generate may call submodules directly
             module.register_forward_pre_hook(self._before_block)
             module.register_forward_hook(self._after_block)
-        self._entered: nn.Module | None = None  # a module that is called by itself
+        self._entered: nn.Module | None = None  # a submodule that user code calls directly
         inside = {each for module in groups for each in module.modules() if each is not module}
         for module in {*model.modules()} - {model} - inside:
             if next(module.parameters(), None) is not None:
@@ -161,7 +158,7 @@ class FullySharded:
         model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)  # before FSDP's own
         model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
         encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
-        around = encodes or inner is not model  # generate calls the encoder by itself, or what is in a wrapper
+        around = encodes or inner is not model  # generate calls the encoder or the wrapped model directly
         if around and callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
         listen(self)
@@ -170,18 +167,18 @@ class FullySharded:
         self._held = [(module, name, own_parameters(module)[name]) for module, name in held]
 
     def axis_of(self, mesh: DeviceMesh) -> Axis | None:
-        """Return the axis over which parameters of this model lie on ``mesh``; None if none do."""
+        """Return the axis over which ``mesh`` shards parameters of this model; None for an unknown mesh."""
         if mesh == self._mpu.fsdp_mesh:
             return self._mpu.dp_cp
         return self._mpu.copies if self._mpu.copies.size > 1 and mesh == self._mpu.copies_mesh else None
 
     def remove(self) -> None:
-        """Listen to steps no longer."""
+        """Stop listening to steps."""
         forget(self)
         release(self)
 
     def _check_parameters(self) -> None:
-        """Raise ConfigError if parameters were put in the place of those that FSDP2 holds."""
+        """Raise ConfigError if user code replaced parameters that FSDP2 holds."""
         found = [(module, name, own, own_parameters(module).get(name)) for module, name, own in self._held]
         others = [(module, name, now) for module, name, own, now in found if now is not own]
         gathered = gathered_parameters(self.model) if others else set()  # generate gathers before a forward
@@ -190,22 +187,22 @@ class FullySharded:
             paths = {id(module): path for path, module in self.model.named_modules()}
             listed = ", ".join(f"{paths.get(id(module), '?')}.{name}" for module, name in new[:3])
             raise ConfigError(
-                f"{len(new)} parameters were replaced after autopar.initialize ({listed}): with zero.stage "
-                f"{self._stage} torch's FSDP2 would go on with the old ones.\n  Tie weights, or put others in their "
-                "place, before autopar.initialize; values are written by parameter.copy_() or model.load_state_dict()."
+                f"{len(new)} parameters were replaced after autopar.initialize ({listed}), which zero.stage "
+                f"{self._stage} (FSDP2) does not support\n  Tie or replace weights before autopar.initialize; write "
+                "values with parameter.copy_() or model.load_state_dict()."
             )
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         refuse_transforms(lambda: (args, kwargs))
         if not self._passing:
             self._check_parameters()
-        if not torch.is_grad_enabled() and not _goes_on(given_cache(kwargs)):
+        if not torch.is_grad_enabled() and not _is_filled(given_cache(kwargs)):
             self._meet()
         self._gathered, self._meeting = True, False
         self._at, self._ran = (0, self._paths[model]), len(forward_order(self.model))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the root's weights for a module that is called by itself, not by the model."""
+        """Gather the root's weights for a submodule that user code calls directly."""
         if self._entered is not None or running(self.model) != "IDLE":
             return None
         self._before_forward(module, args, kwargs)
@@ -221,7 +218,7 @@ class FullySharded:
         return output
 
     def _meet(self) -> None:
-        """Wait until all ranks are about to gather weights for a forward without gradients: one may evaluate alone."""
+        """Wait for all ranks before weights are gathered without gradients: one rank may evaluate alone."""
         axis = self._mpu.fsdp
         if axis.size > 1 and not self.failures.in_deadline and not torch.compiler.is_compiling():
             what = f"weights, sharded by zero.stage {self._stage}, in a forward without gradients"
@@ -233,7 +230,7 @@ class FullySharded:
             self._compare(self._paths[module])
 
     def _compare(self, path: str) -> None:
-        """Meet the other replicas where this forward leaves the order of the last one: all do so, or one is alone."""
+        """Wait for the other replicas where this forward differs from the order of the previous forward."""
         at, self._at = self._at, (self._at[0] + 1, path)
         if self._compares and self._next.get(at) != path:
             what = f"the weights of {path} (block {at[0]} of a forward, sharded by zero.stage {self._stage})"
@@ -243,10 +240,10 @@ class FullySharded:
             self._next[at] = path
 
     def _end_failed_forward(self) -> None:
-        """Bring FSDP2 where the other replicas are, so that all can skip a batch that failed on one of them.
+        """Bring FSDP2 into the state of the other replicas, so that all can skip a batch that failed on one of them.
 
-        After the last block they have ended this forward. Before it they wait for weights of this rank, or have failed
-        as well.
+        If this rank failed after the last block, they have ended this forward. Otherwise they wait for weights of this
+        rank, or have failed as well.
         """
         ended = self._next.get(self._at) == "" or (self._at not in self._next and self._at[0] == self._blocks)
         if ended and not self._meeting:
@@ -265,11 +262,11 @@ class FullySharded:
                 made.register_hook(self._check_order)
 
     def _check_order(self, gradient: torch.Tensor) -> None:
-        """Raise ConfigError in a backward that is to be differentiated again: FSDP2 has freed the weights by then."""
+        """Raise ConfigError in a backward with ``create_graph=True``: FSDP2 frees the weights that it needs."""
         if torch.is_grad_enabled():
             raise ConfigError(
-                f"create_graph=True with zero.stage {self._stage}: torch's FSDP2 frees the weights behind the "
-                "backward, and a second derivative\n  would read them. Use zero.stage 1, or tensor_parallel_size."
+                f"create_graph=True is not supported with zero.stage {self._stage}: torch's FSDP2 frees the weights in "
+                "the backward, which a second derivative reads\n  Use zero.stage 1, or tensor_parallel_size."
             )
 
     def _after_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -279,21 +276,21 @@ class FullySharded:
             ran = forward_order(self.model)[self._ran :] if self._at[0] == 0 else []  # compiled blocks, without hooks
             for path in (*filter(None, ran), ""):
                 self._compare(path)
-        if not torch.is_grad_enabled() and given_cache(kwargs) is None:  # generate goes on with them
+        if not torch.is_grad_enabled() and given_cache(kwargs) is None:  # generate continues with them
             self.reshard()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.reshard()
 
     def reshard(self) -> None:
-        """Free whole weights, if there are any. No communication; gradients that are not reduced yet stay."""
+        """Free gathered weights, without communication. Gradients that are not reduced yet stay."""
         if self._gathered:
             self._gathered = False
             free_weights(self.model)
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Run the micro-batches of a pass through stages inside, and reduce their gradients together at its end."""
+        """Run the micro-batches of a pass inside the block, and reduce their summed gradients at its end."""
         self._check_parameters()
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.model.set_is_last_backward(False)
@@ -306,20 +303,20 @@ class FullySharded:
             yield
             reduce_gradients(self.model)
         except BaseException:
-            drop_gradients(self.model)  # zero_grad does not see them
+            drop_gradients(self.model)  # zero_grad does not reach unreduced gradients
             raise
         finally:
             self._passing = False
             self.reshard()
 
 
-def _goes_on(cache: Any) -> bool:
-    """Check whether an earlier forward has filled a cache; a class of a model's own counts as filled."""
+def _is_filled(cache: Any) -> bool:
+    """Return whether an earlier forward has filled a cache; a cache of an unknown class counts as filled."""
     return any(map(holds_tokens, caches_in(cache))) if isinstance(cache, Cache) else cache is not None
 
 
 def _modules_of(root: nn.Module, names: Set[str], path: str = "") -> Iterator[nn.Module]:
-    """Yield the outermost modules that have these parameters and no others, adapters around experts among them."""
+    """Yield the outermost modules with only these parameters, adapters around experts included."""
     held = {path + name for name, _ in root.named_parameters()}
     if held and held <= names:
         yield root
@@ -329,9 +326,9 @@ def _modules_of(root: nn.Module, names: Set[str], path: str = "") -> Iterator[nn
 
 
 def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """Return the modules that transformers says must not be split, or recomputes one by one, and ``blocks``.
+    """Return transformers' unsplittable and checkpointed modules, and ``blocks``; inner modules come first.
 
-    Inner ones first; without those that share a weight with a module outside: it would no longer be one weight.
+    Modules that share a weight with a module outside are left out, because FSDP2 would untie it.
     """
     listed = unsplit_modules(inner)
     named = {id(block) for block in blocks}
@@ -353,5 +350,5 @@ def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Mod
 
 
 def _holders(root: nn.Module) -> Counter[int]:
-    """``id(parameter)`` -> how many modules below ``root`` have it."""
+    """Count the modules of ``root`` that have a parameter: ``id(parameter)`` -> number."""
     return Counter(id(p) for module in root.modules() for p in own_parameters(module).values() if p is not None)

@@ -1,11 +1,11 @@
-"""Sum gradients: of weights on several stages, and over data-parallel replicas, with the same bits everywhere.
+"""Sum gradients over replicas and over stages that share weights, with bitwise identical results on all ranks.
 
-[Note: gradient buckets] Gradients travel in buckets. A bucket copies them, scaled, into one buffer, starts an
-asynchronous all-reduce, and makes each gradient a view of the buffer, so nothing is copied back. Ranks agree in each
-averaging on which parameters have a gradient. These, in the order of a backward, are the buckets that may start inside
-the next backward: each as soon as its last gradient has arrived, and one after the other, because all ranks must start
-them in the same order. A parameter has no gradient while its bucket travels. A gradient that arrives later, or was not
-expected, is summed in a further bucket at the end, and added.
+[Note: gradient buckets] A bucket copies scaled gradients into one buffer, starts an asynchronous all-reduce, and makes
+each gradient a view of the buffer, so that nothing is copied back. In each averaging the ranks agree on the parameters
+with a gradient. These parameters, in the order of a backward, form the buckets that may start inside the next backward.
+A bucket starts when its last gradient has arrived and the bucket before it has started, because all ranks must use the
+same order. The gradient of a parameter is None during the all-reduce. A gradient that arrives later, or was not
+expected, is summed in another bucket at the end, and added.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 
 Alike = Mapping[int, tuple[int, ...]]
-"""``id(parameter)`` -> those of the ranks that hold a stage's shards that hold the same one of it."""
+"""``id(parameter)`` -> the ranks of ``mpu.shards`` that hold the same shard of it."""
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _BUCKET, _BUCKET_ON_CPU = 32 * 1024 * 1024, 8 * 1024 * 1024  # bytes; an allocator of the CPU reuses small buffers
@@ -44,7 +44,7 @@ def held_alike(model: nn.Module, plan: Plan, mpu: MPU) -> Alike:
     layouts = {name: tensor.layout for tensor in plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
     alike: dict[int, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
-        if size == 1 or name not in layouts:  # added after initialize: of this rank alone, as far as is known
+        if size == 1 or name not in layouts:  # added after initialize: counts as held by this rank only
             alike[id(parameter)] = (rank,)
             continue
         layout = layouts[name]
@@ -55,10 +55,10 @@ def held_alike(model: nn.Module, plan: Plan, mpu: MPU) -> Alike:
 
 
 def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Parameter]]:
-    """Group each list by the ranks that hold the same: such a run has the same content and order on all of these ranks.
+    """Split each list into runs of parameters that the same ranks hold; a run is identical on these ranks.
 
-    An all-reduce over three ranks or more adds in an order that depends on the place in the buffer. Ranks that hold the
-    same would drift apart by rounding if it lay at another place there.
+    An all-reduce over three or more ranks adds in an order that depends on the place in the buffer. With different
+    places, ranks that hold the same shard would drift apart by rounding.
     """
     runs: dict[tuple[int, tuple[int, ...]], list[nn.Parameter]] = {}
     for number, parameters in enumerate(lists):
@@ -68,7 +68,7 @@ def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Param
 
 
 def buckets(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
-    """Yield runs of tensors of at most one bucket's bytes together, or of one tensor."""
+    """Split tensors into runs of at most one bucket's bytes; a larger tensor is a run of one."""
     bucket: list[_Tensor] = []
     filled = 0
     for tensor in tensors:
@@ -86,9 +86,9 @@ class Bucket:
     """Gradients of one dtype that are summed over a group in one buffer; gradients of another dtype are left out.
 
     Args:
-        parameters: Parameters in an order that is identical on all ranks of the group.
-        scale: Factor before the sum, which might be too large for fp16.
-        wide: Dtype of the buffer if it is wider than the gradients; None: their dtype.
+        parameters: The parameters, in an order that is identical on all ranks of the group.
+        scale: The factor of the gradients, applied before the sum to avoid an overflow in fp16.
+        wide: The dtype of the buffer if it is wider than the gradients; by default the gradients' dtype.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Bucket:
                 torch.mul(source, self._scale, out=part)
             is_own = not (isinstance(gradient, DTensor) or gradient.requires_grad or is_view(gradient))
             if is_own and not self.is_wide and gradient.is_contiguous():
-                gradient.set_(part.view(gradient.shape))  # type: ignore[call-overload]  # one of torch's own
+                gradient.set_(part.view(gradient.shape))  # type: ignore[call-overload]
             self._gradients.append(gradient)
             parameter.grad = None
         if self.is_wide and self._scale != 1.0:
@@ -143,7 +143,7 @@ class Bucket:
 
     @torch.no_grad()
     def finish(self, found: Mapping[nn.Parameter, torch.dtype]) -> None:
-        """Wait for the sum, and give the parameters that are in ``found`` their gradients."""
+        """Wait for the sum, and set the gradients of the parameters in ``found``."""
         _wait(self._work, self._parts[0])
         for parameter, taken, part in zip(self.parameters, self._gradients, self._parts, strict=True):
             if parameter not in found:
@@ -164,17 +164,17 @@ def sum_gradients(
     dtype: torch.dtype | None = None,
     early: Sequence[Bucket] = (),
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Scale gradients, then all-reduce them; return the parameters that have a gradient on some rank, and its dtype.
+    """Scale and all-reduce gradients; return parameter -> dtype for parameters with a gradient on some rank.
 
-    A parameter that has a gradient on no rank gets none; where it is fp32 on some rank, it becomes fp32 on all. A
-    parameter that is frozen on some ranks only raises ConsistencyError on all.
+    A gradient that is fp32 on some rank becomes fp32 on all ranks. A parameter that is frozen on only some ranks raises
+    ConsistencyError on all ranks.
 
     Args:
-        runs: Lists of parameters, identical on all ranks; only those of one list travel in one buffer.
-        scale: Factor before the sum, which might be too large for fp16.
+        runs: Lists of parameters, identical on all ranks; a buffer holds parameters of one list.
+        scale: The factor of the gradients, applied before the sum to avoid an overflow in fp16.
         names: ``id(parameter)`` -> name, for the error.
-        dtype: Dtype in which half-precision gradients are scaled and summed; None: their dtype.
-        early: Buckets of the group that have started already.
+        dtype: The dtype in which half-precision gradients are scaled and summed; by default their dtype.
+        early: The buckets of the group that have started already.
     """
     parameters = [parameter for run in runs for parameter in run]
     trained = [int(parameter.requires_grad) for parameter in parameters]
@@ -190,9 +190,9 @@ def sum_gradients(
     if mixed:
         name = (names or {}).get(id(mixed[0]), f"a parameter of shape {list(mixed[0].shape)}")
         raise ConsistencyError(
-            f"{name} is frozen (requires_grad=False) on some of the ranks {dist.get_process_group_ranks(group)} and "
-            f"trained on others ({len(mixed)} such parameters).\n"
-            "  Freeze and unfreeze weights on all data-parallel replicas alike."
+            f"{name} is frozen (requires_grad=False) on only some of the ranks {dist.get_process_group_ranks(group)} "
+            f"({len(mixed)} such parameters).\n"
+            "  Freeze and unfreeze the same weights on all data-parallel replicas."
         )
     found = {p: dtypes[p] for p, some in zip(parameters, largest[2 * count :], strict=False) if some}
     late: dict[nn.Parameter, torch.dtype] = {}
@@ -204,7 +204,7 @@ def sum_gradients(
     started: list[Bucket] = []
     for bucket in _in_buckets(runs, late, group, scale, dtype):
         started.append(bucket.start())
-        if bucket.is_wide:  # one at a time: gradients and buffer are in memory
+        if bucket.is_wide:  # one at a time, because the gradients stay in memory next to the buffer
             started.pop().finish(late)
     both = found | late
     for bucket in (*started, *early):
@@ -213,7 +213,7 @@ def sum_gradients(
 
 
 def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Set the gradient of a parameter, which may have another dtype than the parameter."""
+    """Set the gradient of a parameter; the dtypes may differ."""
     parameter.grad = None
     if parameter.grad_dtype not in (None, gradient.dtype):
         parameter.grad_dtype = None
@@ -223,14 +223,14 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 def _in_buckets(
     runs: list[list[nn.Parameter]], dtypes: Mapping[nn.Parameter, torch.dtype], *how: Any
 ) -> Iterator[Bucket]:
-    """Yield buckets of the parameters in ``dtypes``, the last parameters of each run first; ``how`` they are summed."""
+    """Yield buckets of the parameters in ``dtypes``, last parameters of each run first; ``how``: args of Bucket."""
     for run in runs:
         for dtype in dict.fromkeys(dtypes[p] for p in run if p in dtypes):
             for bucket in buckets([p for p in reversed(run) if dtypes.get(p) == dtype]):
                 yield Bucket(bucket, dtype, *how)
 
 
-_IN_FLIGHT = 4  # buckets of a broadcast
+_IN_FLIGHT = 4  # buckets that are broadcast at the same time
 
 
 def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
@@ -253,7 +253,7 @@ def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
 
 
 def _wait(work: Any, x: torch.Tensor) -> None:
-    if work is not None:  # on an accelerator its stream waits, not the host
+    if work is not None:  # on an accelerator the stream waits, not the host
         finish(work) if x.is_cpu else work.wait()
 
 
@@ -265,15 +265,15 @@ def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
 
 
 class ReplicaGradients:
-    """The average of a model's gradients over its data-parallel replicas, after a backward or inside of one.
+    """Average a model's gradients over its data-parallel replicas, after a backward or during one.
 
-    The average includes ranks that share sequences (cp), each with cp times its part. It leaves out DTensors, which
-    FSDP2 averages. Several ranks of a replica that hold the same gradient get the same bits.
+    Context-parallel ranks are included; each contributes cp times its gradient. DTensors are left out, because FSDP2
+    averages them. Ranks of a replica that hold the same gradient get bitwise identical results.
     """
 
     def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, failures: FailureLog) -> None:
         self._plan, self._stages, self._mpu, self._failures = plan, stages, mpu, failures
-        self._early: list[tuple[int, list[str], torch.dtype]] = []  # a bucket's axis, parameters and dtype
+        self._early: list[tuple[int, list[str], torch.dtype]] = []  # axis, parameters and dtype of each bucket
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGradients:
         return ReplicaGradients(self._plan, self._stages, self._mpu, self._failures)
@@ -282,8 +282,8 @@ class ReplicaGradients:
     def averaged(self, model: nn.Module, *, early: bool) -> Iterator[Callable[[int | None], None]]:
         """Average the gradients at the end of the block. A collective of all replicas.
 
-        Yield a function to call before the last backward of a stage (None for the model). Buckets start in that
-        backward if ``early``, which must be identical on all replicas.
+        Yields a function to call before the last backward of a stage (None: of the model). With ``early``, buckets
+        start in that backward; ``early`` must be identical on all replicas.
         """
         own = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
         names = {parameter: name for name, parameter in own.items()}
@@ -315,7 +315,7 @@ class ReplicaGradients:
         try:
             yield arm
         except Exception:
-            with suppress(Exception):  # replicas that all skip this step have then started the same
+            with suppress(Exception):  # so that replicas that all skip this step have started the same buckets
                 start(lambda _: True)
             raise
         finally:
@@ -326,14 +326,14 @@ class ReplicaGradients:
             self._end(model, names, started)
 
     def _meets_in_a_backward(self, model: nn.Module, axis: Axis) -> bool:
-        """Return whether a backward runs collectives of the axis's group: their order must not depend on gradients."""
+        """Return whether a backward runs collectives of the axis's group, whose order must not depend on gradients."""
         mpu = self._mpu
         used = [other.group for other in (mpu.tp, mpu.cp, mpu.pp, mpu.ep) if other.size > 1]
         return axis.group in used or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
     @property
     def _axes(self) -> tuple[Axis, Axis]:
-        return self._mpu.dp_cp, self._mpu.copies  # of experts that replicas share
+        return self._mpu.dp_cp, self._mpu.copies  # the second for experts that replicas share
 
     def _blame(self) -> Any:
         what = "averaging the gradients over the data-parallel replicas"
@@ -358,7 +358,7 @@ class ReplicaGradients:
         self._early = [(at, [names[p] for p in b.parameters], b.dtype) for at, b in following if not b.is_wide]
 
     def _by_holders(self, own: Mapping[str, nn.Parameter], *, experts: bool) -> list[list[nn.Parameter]]:
-        """Return the parameters of one pipeline rank, then those of each set of several, in the order of the stages."""
+        """Return the parameters of this pipeline rank alone, then the parameters of each set of stages, in order."""
         found: dict[tuple[int, ...], list[nn.Parameter]] = {(): []}
         for name in [*self._stages.tensors, *(name for name in own if name not in self._stages.tensors)]:
             if name in own and (name in self._plan.experts) is experts:

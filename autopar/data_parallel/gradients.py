@@ -1,4 +1,4 @@
-"""Gradients of a parallelized model: averaged over the replicas, clipped by a norm that counts each parameter once."""
+"""Average the gradients of a parallelized model over replicas, and clip them by a norm over the full model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.guards.step import forget, listen
 from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
 
-LAYER = "autopar_layer"  # of a parameter: the class of the layer that was constructed by hand
+LAYER = "autopar_layer"  # attribute of a parameter: the class of its parallel layer, if user code built the layer
 
 
 def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
@@ -49,14 +49,14 @@ def tensor_norm(
     *,
     of_stage: bool = False,
 ) -> torch.Tensor:
-    """Return the p-norm over one model replica, a scalar in fp32 (fp64 for fp64 gradients); a collective of it.
+    """Return the p-norm over a model replica, a scalar in fp32 (fp64 for fp64 gradients). A collective of the replica.
 
     Elements that several ranks hold (replicated parameters, KV heads, tied weights) count once.
 
     Args:
-        tensors: Gradients or weights by the names of their parameters.
-        counted: Result of :func:`counted_here`.
-        held: All parameters of this rank: the dtype of the norm, and whether FSDP2 has sharded them.
+        tensors: Parameter name -> gradient or weight.
+        counted: The result of :func:`counted_here`.
+        held: All parameters of this rank, for the dtype of the norm and to detect FSDP2.
         of_stage: True for the norm of this stage alone; then a collective of its ranks.
     """
     parts = []
@@ -64,7 +64,7 @@ def tensor_norm(
         canonical = plan.canonical(name)
         if canonical in counted:
             layout = plan.tensors[canonical].layout
-            apart = isinstance(tensor, DTensor) and canonical not in plan.experts  # replicas hold other rows
+            apart = isinstance(tensor, DTensor) and canonical not in plan.experts  # replicas hold different rows
             parts += _parts(tensor, layout, mpu.tp if apart else mpu.shards, mpu.fsdp)
     held = list(held)
     sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp x cp
@@ -74,7 +74,7 @@ def tensor_norm(
 
 
 def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which gradients of that norm are clipped, a scalar of at most 1."""
+    """Return the factor that clips gradients of this norm, a scalar of at most 1."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
@@ -88,15 +88,15 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor) ->
 
 
 def own_axis(model: nn.Module) -> Axis | None:
-    """Return the axis of a model that was built of parallel layers by hand, or None; several axes raise."""
+    """Return the axis of a model whose parallel layers user code built, or None. Several axes raise ConfigError."""
     axes = {id(tp): tp for module in model.modules() if isinstance(tp := vars(module).get("tp"), Axis)}
     if len({axis.ranks for axis in axes.values()}) > 1:
-        raise ConfigError(f"the parallel layers of {type(model).__name__} lie on {len(axes)} different groups")
+        raise ConfigError(f"the parallel layers of {type(model).__name__} must share one group, got {len(axes)} groups")
     return next(iter(axes.values()), None)
 
 
 def own_norm(model: nn.Module, axis: Axis, p: float = 2.0) -> torch.Tensor:
-    """Return the p-norm of the gradients of a model that was built of parallel layers; a collective of their axis."""
+    """Return the p-norm of the gradients of a model whose parallel layers user code built. A collective of the axis."""
     held = list(model.parameters())
     sharded = {
         id(own_parameters(module).get(name))
@@ -105,12 +105,12 @@ def own_norm(model: nn.Module, axis: Axis, p: float = 2.0) -> torch.Tensor:
     }
     counted = [each for each in held if each.grad is not None and (axis.rank == 0 or id(each) in sharded)]
     if any(isinstance(parameter, DTensor) for parameter in held):
-        raise ConfigError("clip_grad_norm_: FSDP over a model of parallel layers built by hand is not supported")
+        raise ConfigError("clip_grad_norm_ is not supported with FSDP over a model whose parallel layers you built")
     return _combine([each.grad for each in counted if each.grad is not None], p, (axis,), device_of(axis), held)
 
 
 def _parts(gradient: torch.Tensor, layout: Layout | None, axis: Axis, replicas: Axis) -> list[torch.Tensor]:
-    """Return the parts of a local gradient that this rank counts, of what the ranks of ``axis`` hold together."""
+    """Return the slices of a local gradient that this rank counts, so that each element counts once over ``axis``."""
     local = local_part(gradient)
     if layout is None:
         return [local] if axis.rank == 0 else []
@@ -147,18 +147,18 @@ def _combine(
 
 
 class ReplicaNorm:
-    """The norm over all ranks of one model replica; ``scaled``: gradients are scaled until the optimizer steps."""
+    """The norm over all ranks of one model replica; ``scaled``: True if gradients stay scaled until ``step()``."""
 
     def __init__(self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, *, scaled: bool) -> None:
         self.plan, self.mpu, self.failures, self.scaled = plan, mpu, failures, scaled
         self._model = weakref.ref(model)
         self._counted: frozenset[str] | None = None
         if mpu.model.size > 1 or mpu.shards.size > 1:
-            hold(self)  # torch's clippers, accelerate and DeepSpeed ask for it
+            hold(self)  # for torch's clippers, accelerate and DeepSpeed
             listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaNorm:
-        model = memo.get(id(self.model))  # the copy, whose parameters are others
+        model = memo.get(id(self.model))  # the copied model
         if not isinstance(model, nn.Module):
             return self
         return ReplicaNorm(model, self.plan, self.mpu, self.failures, scaled=self.scaled)
@@ -170,30 +170,29 @@ class ReplicaNorm:
 
     @property
     def is_alive(self) -> bool:
-        """Whether there are both the model and its process groups."""
+        """Whether both the model and its process groups still exist."""
         return self.model is not None and self.mpu.alive
 
     def remove(self) -> None:
-        """Leave the model's parameters to torch from now on."""
+        """Remove the norm, so that torch's functions work on the local shards again."""
         forget(self)
         release(self)
 
     def of(self, tensors: Mapping[str, torch.Tensor], norm_type: float, *, single: bool = False) -> torch.Tensor:
-        """Return the norm of gradients (or weights), by the names of their parameters; a collective of the replica.
+        """Return the norm of gradients or weights by parameter name. A collective of the replica.
 
-        Scaled gradients, and those that ``FullyShardedDataParallel`` has flattened, raise.
+        Scaled gradients, and gradients that ``FullyShardedDataParallel`` has flattened, raise ConfigError.
 
         Args:
             single: True for one parameter; then a collective of the stage.
         """
         if self.scaled:
             raise ConfigError(
-                "clip_grad_norm_ would clip scaled gradients: with precision.dtype fp16 the optimizer takes the loss "
-                "scale off inside of step(). Write gradient_clipping into the config; optimizer.gradient_norm is the "
-                "norm."
+                "clip_grad_norm_ is not supported with precision.dtype fp16: gradients are unscaled inside of step()\n"
+                "  Write gradient_clipping into the config; optimizer.gradient_norm is the norm."
             )
         if not norm_type > 0:
-            raise ConfigError(f"norm_type must be above 0, not {norm_type}")
+            raise ConfigError(f"norm_type must be positive, got {norm_type}")
         if any(is_flat_parameter(parameter) for _, parameter in self._named()):
             refuse_flat()
         with self.failures.wait("the norm of the gradients", self.mpu.shards_pp.ranks):
@@ -206,8 +205,8 @@ class ReplicaNorm:
             return tensor_norm(tensors, self.plan, self.mpu, self._counted, norm_type, held.values())
 
     def mine(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those that are parameters of the model or gradients of them, by name."""
-        owners: dict[Any, str] = {}  # by identity, or by place
+        """Return the tensors that are parameters of the model or their gradients, by name."""
+        owners: dict[Any, str] = {}  # id or memory -> name
         for name, parameter in self._named():
             owners[id(parameter)] = name
             if parameter.grad is not None:
@@ -216,7 +215,7 @@ class ReplicaNorm:
         return {name: tensor for name, tensor in found if name is not None}
 
     def made(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those that are made of shards of the model, such as copies, by the names of their parameters."""
+        """Return the tensors that derive from shards of the model, such as copies, by parameter name."""
         named = ((getattr(parameter, "autopar_shard", self), name) for name, parameter in self._named())
         owners = {id(shard): name for shard, name in named}
         found = ((owners.get(id(getattr(tensor, "autopar_shard", None))), tensor) for tensor in tensors)
@@ -228,19 +227,19 @@ class ReplicaNorm:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return where a tensor lies: ``gradient.detach()`` is another object over the same memory."""
+    """Return a key of the tensor's memory, which ``gradient.detach()`` shares."""
     local = local_part(tensor)
     return id(tensor) if local.is_sparse or local.numel() == 0 else (local.data_ptr(), local.shape, local.stride())
 
 
-# -- what users call ---------------------------------------------------------------------------------------------------
+# -- functions for users -----------------------------------------------------------------------------------------------
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average the gradients of a parallelized model over data parallel, in place; every rank calls it.
+    """Average the gradients of a parallelized model over the replicas, in place. Every rank calls it.
 
-    For loops without ``DistributedDataParallel``, after the last backward of a step; also after ``execute_pipeline``
-    inside ``no_sync``. A gradient that some replicas lack counts as zero there.
+    Call it in a loop without ``DistributedDataParallel`` after the last backward of a step, or after
+    ``execute_pipeline`` inside ``no_sync``. A missing gradient counts as zero.
     """
     with _averaged(model, early=False):
         pass
@@ -248,10 +247,10 @@ def average_gradients(model: nn.Module) -> None:
 
 @contextmanager
 def average_in_backward(model: nn.Module) -> Iterator[None]:
-    """Average the gradients of a parallelized model over data parallel while the backward inside runs.
+    """Average the gradients of a parallelized model over the replicas during the backward inside the block.
 
-    Use it in place of :func:`average_gradients`, around the last ``loss.backward()`` of a step. From the second step on
-    each bucket of gradients starts as soon as it is complete; until the end of the block its gradients are None.
+    Use it instead of :func:`average_gradients`, around the last ``loss.backward()`` of a step. From the second step on,
+    each bucket of gradients is averaged as soon as it is complete. Its gradients are None until the end of the block.
     """
     with _averaged(model, early=True):
         yield
@@ -272,30 +271,30 @@ def _averaged(model: nn.Module, *, early: bool) -> Iterator[None]:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Clip the gradients of a parallelized model to ``max_norm`` and return their norm, the same on every rank.
+    """Clip the gradients of a parallelized model to ``max_norm`` and return their norm, identical on all ranks.
 
-    Elements that several ranks hold (replicated parameters, KV heads, tied weights) count once.
-    ``torch.nn.utils.clip_grad_norm_`` of parameters of a parallelized model does the same, on every rank of a replica.
-    Gradients must be averaged over data parallel already.
+    Elements that several ranks hold (replicated parameters, KV heads, tied weights) count once. The gradients must be
+    averaged over the replicas already. ``torch.nn.utils.clip_grad_norm_`` of a parallelized model's parameters does the
+    same if every rank of a replica calls it.
 
     Args:
-        model: A parallelized model, or a model of ``ColumnParallelLinear`` layers; or a wrapper such as
+        model: A parallelized model, a model of ``ColumnParallelLinear`` layers, or a wrapper such as
             ``DistributedDataParallel`` around it.
-        max_norm: Largest norm that is not clipped.
-        norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
+        max_norm: The largest norm that is not clipped.
+        norm_type: The p of the p-norm; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: True to raise, on every rank, if the norm is nan or infinite.
 
     Returns:
         The norm before clipping, a scalar in fp32 (fp64 for fp64 gradients).
 
     Raises:
-        ConfigError: the model is not parallelized, its precision is fp16, or an argument is not a positive number.
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        ConfigError: The model is not parallelized, its precision is fp16, or an argument is not a positive number.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
     """
     if not max_norm >= 0:
-        raise ConfigError(f"max_norm must be a number of at least 0, not {max_norm}")
+        raise ConfigError(f"max_norm must not be negative, got {max_norm}")
     if not norm_type > 0:
-        raise ConfigError(f"norm_type must be above 0, not {norm_type}")
+        raise ConfigError(f"norm_type must be positive, got {norm_type}")
     axis = None if any("_autopar" in vars(module) for module in model.modules()) else own_axis(model)
     norm = _norm(model, norm_type) if axis is None else own_norm(model, axis, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -309,8 +308,8 @@ def clip_grad_norm_(
 def _norm(model: nn.Module, norm_type: float) -> torch.Tensor:
     root, state = _parallelized(model)
     if state.dp.fully_sharded is not None:
-        state.dp.fully_sharded.reshard()  # the gradients are those of shards
-    gradients = {name: p.grad for name, p in root.named_parameters() if p.grad is not None}  # a tied one comes once
+        state.dp.fully_sharded.reshard()  # so that parameters are the shards, which have the gradients
+    gradients = {name: p.grad for name, p in root.named_parameters() if p.grad is not None}  # a tied weight once
     return state.dp.norm.of(gradients, norm_type)
 
 
@@ -320,5 +319,6 @@ def _parallelized(model: nn.Module) -> tuple[nn.Module, Any]:
         if state is not None:
             return module, state
     raise ConfigError(
-        f"{type(model).__name__} is not parallelized: use torch.nn.utils.clip_grad_norm_, or autopar.initialize first"
+        f"{type(model).__name__} is not parallelized\n  Use torch.nn.utils.clip_grad_norm_, or call "
+        "autopar.initialize first."
     )

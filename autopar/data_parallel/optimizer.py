@@ -1,10 +1,10 @@
-"""Wrap the ``step`` of the user's own optimizer: ZeRO-1, fp32 weights, loss scaling, clipping.
+"""Wrap the ``step`` of the user's optimizer: ZeRO-1, fp32 weights, loss scaling, clipping.
 
-The optimizer stays the same object with the same groups, so a scheduler still drives it. A hook of torch may replace
-the arguments of ``step``, the first of which is the optimizer. So ``step`` runs on a proxy of the same class, whose
+The optimizer stays the same object with the same groups, so a scheduler still drives it. A pre-hook of torch may
+replace the arguments of ``step``, including the optimizer itself. So ``step`` runs on a proxy of the same class, whose
 groups hold the tensors that this rank steps: parameters that it owns, their fp32 weights, or full parameters. If
-``step`` raises, the optimizer and the weights are unchanged (gradients are unscaled and clipped by then). Where nothing
-is configured, there are no hooks.
+``step`` raises, the optimizer and the weights do not change, but gradients are already unscaled and clipped. Without
+any of these features there are no hooks.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from autopar.plan.plan import Plan, TensorPlan
 
 _log = logging.getLogger(__name__)
 
-SHOWN = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")  # on the optimizer of the user
-_LARGEST = 2.0**15  # of the powers of two that fp16 can hold
+SHOWN = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")  # set on the user's optimizer
+_LARGEST = 2.0**15  # the largest power of two in fp16
 
 
 class ParallelStep:
@@ -58,12 +58,13 @@ class ParallelStep:
     ``gradient_norm`` (None before the first step or without clipping) on the optimizer.
 
     Args:
-        inner: The Hugging Face model in ``model``, the parameters of which become ``precision.dtype`` here.
-        counted: Names that count in the norm here, see :func:`~autopar.data_parallel.gradients.counted_here`.
+        inner: The Hugging Face model in ``model``, whose parameters are converted to ``precision.dtype``.
+        counted: The names that this rank counts in the norm, see
+            :func:`~autopar.data_parallel.gradients.counted_here`.
 
     Attributes:
         names: Parameter -> name in the model.
-        fp32_gradients: Context in which gradients of half-precision parameters accumulate in fp32.
+        fp32_gradients: A context in which gradients of half-precision parameters accumulate in fp32.
     """
 
     def __init__(
@@ -88,17 +89,17 @@ class ParallelStep:
         self.max_norm = config.gradient_clipping
         self.scale = LossScale(config) if config.precision == "fp16" else None
         offloads = config.zero_optimizer_offload and mpu.device.type != "cpu"
-        self.host = torch.device("cpu") if offloads else None  # of the optimizer's state, and its step
+        self.host = torch.device("cpu") if offloads else None  # device of the optimizer's state and step
         self.masters = MasterWeights(self.host) if config.precision != "fp32" and not config.fully_sharded else None
         self.fp32_gradients: Callable[[], AbstractContextManager[None]]
         self.fp32_gradients = nullcontext if self.masters is None else lambda: fp32_gradients(model.parameters())
         self.step_was_skipped = False
         self.gradient_norm: torch.Tensor | None = None
-        self._used_scale = 0.0  # by scale_loss since the last step
+        self._used_scale = 0.0  # the scale that scale_loss used since the last step
         self._running: OptimizerProxy | None = None
         self._weights: dict[torch.Tensor, torch.Tensor] = {}  # parameter -> itself, or the weight stepped instead
         alone = config.precision == "fp32" and not self.whole and self.host is None
-        self._looked = alone  # whether a step changed weights past its groups
+        self._looked = alone  # True after the check that a step changes no weights outside of its groups
         self._saved: Mapping[str, Any] = {}
         for parameter in [p for p in optimizer.state if p in self.names and not self.keeps_state(p)]:
             del optimizer.state[parameter]
@@ -120,13 +121,13 @@ class ParallelStep:
         self.publish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelStep:
-        return self  # a copied model is not what the optimizer steps
+        return self  # the optimizer does not step a copied model
 
     def update(self) -> None:
-        """Assign an owner among the replicas, and of full parameters among the tp ranks, to parameters without one.
+        """Assign owners to new parameters: a replica (ZeRO-1), and for full parameters a tp rank.
 
         Raises:
-            ConfigError: one of them is not a parameter of the model, or ranks cannot step its group like one process.
+            ConfigError: One is not a parameter of the model, or ranks cannot step its group like one process.
         """
         new = [p for group in self.optimizer.param_groups for p in group["params"] if p not in self._owners]
         if not new:
@@ -135,14 +136,14 @@ class ParallelStep:
         for parameter in new:
             if parameter not in names:
                 raise ConfigError(
-                    f"a parameter of shape {list(parameter.shape)} in {type(self.optimizer).__name__} is not one of "
-                    f"{type(self.model).__name__}: was it made or replaced after autopar.initialize?"
+                    f"a parameter of shape {list(parameter.shape)} in {type(self.optimizer).__name__} is not a "
+                    f"parameter of {type(self.model).__name__}\n  Make or replace parameters before autopar.initialize."
                 )
         plans = {parameter: self._plan_of(names[parameter]) for parameter in new}
         groups = [group for group in self.optimizer.param_groups if not plans.keys().isdisjoint(group["params"])]
         ways = [check_group(self.optimizer, group, self._config) for group in groups]
         self.names.update((parameter, names[parameter]) for parameter in new)
-        for trained in (True, False):  # those that are frozen, which have no state, by themselves: they may thaw
+        for trained in (True, False):  # frozen ones separately: they have no state yet, but may be unfrozen later
             for axis, theirs in self._by_axis(p for p in new if p.requires_grad is trained).items():
                 loads = self._loads.setdefault((axis, trained), [0] * axis.size)
                 sizes = [p.numel() if (plan := plans[p]) is None else math.prod(plan.shape) for p in theirs]
@@ -153,7 +154,7 @@ class ParallelStep:
             self._step_whole(units, how)
 
     def _step_whole(self, units: Mapping[torch.Tensor, TensorPlan], how: str) -> None:
-        """Take new sharded parameters that are not stepped as shards."""
+        """Register new sharded parameters that are not stepped as shards."""
         if self._config.optimizer_split_fused:
             self.muon.split(units)
         if how == "parts":
@@ -169,7 +170,7 @@ class ParallelStep:
                 whole.add(mine, axis, replica, duplicated=how == "duplicated")
 
     def axis_of(self, parameter: torch.Tensor) -> Axis:
-        """Return the ranks that hold the same of a parameter."""
+        """Return the axis of the ranks that hold the same shard of a parameter."""
         name = self.names[parameter]
         return self.mpu.copies if self.plan.names.get(name, name) in self.plan.experts else self.mpu.dp_cp
 
@@ -181,12 +182,12 @@ class ParallelStep:
 
     def owner(self, parameter: torch.Tensor) -> int | None:
         """Return the rank of its axis that owns ``parameter``; None if every replica does (no ZeRO-1)."""
-        if parameter not in self._owners:  # of a group that was added since the last step
+        if parameter not in self._owners:  # its group was added after the last step
             self.update()
         return self._owners[parameter]
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Return whether this rank owns ``parameter``: keeps its state and its fp32 weight."""
+        """Return whether this rank owns ``parameter``, and so keeps its state and its fp32 weight."""
         return (owner := self.owner(parameter)) is None or owner == self.axis_of(parameter).rank
 
     @torch.no_grad()
@@ -207,13 +208,13 @@ class ParallelStep:
         """Return the fp32 weight that is stepped in place of a parameter that this rank owns, or None."""
         if not self.owns(parameter):
             owner, rank = self.owner(parameter), self.axis_of(parameter).rank
-            raise ConfigError(f"dp rank {owner} owns {self.names[parameter]}, not {rank}")
+            raise ConfigError(f"{self.names[parameter]} is owned by dp rank {owner}, not by this rank ({rank})")
         return None if self.masters is None else self.masters.of(parameter)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the loss scale, for ``optimizer.scale_loss(loss).backward()``; ``loss`` without fp16.
 
-        An fp16 loss limits the scale to 32768, because its gradient is the scale and 65536 is infinite in fp16.
+        An fp16 loss limits the scale to 32768: its gradient is the scale, and 65536 overflows in fp16.
         """
         if self.scale is None:
             return loss
@@ -225,13 +226,13 @@ class ParallelStep:
 
     @torch.no_grad()
     def give_back_weights(self) -> None:
-        """Write the fp32 weights into the model; other half tensors become fp32. With ZeRO-1 a collective of dp."""
+        """Write the fp32 weights into the model and convert other half tensors. With ZeRO-1 a collective of dp."""
         if self.masters is not None:
             to_fp32(self.model, {id(p): self.master(p) for p in self.names if p.requires_grad and self.owns(p)})
             self.broadcast()
 
     def remove(self) -> None:
-        """Remove the hooks from the optimizer; its state stays what this rank has."""
+        """Remove the hooks from the optimizer, which keeps this rank's state."""
         forget(self)
         for handle in self._handles:
             handle.remove()
@@ -239,7 +240,7 @@ class ParallelStep:
             vars(self.optimizer).pop(name, None)
 
     def when_new(self, optimizer: Any) -> None:
-        """Take parameters that were added to the optimizer: called before the next step."""
+        """Register parameters that were added to the optimizer, before the next step."""
         if optimizer is self.optimizer:
             self.update()
             self._surround()
@@ -255,7 +256,7 @@ class ParallelStep:
     @torch.no_grad()
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.update()
-        self._weights, self.muon.taken = {}, {}  # of a step that raised
+        self._weights, self.muon.taken = {}, {}  # drop the tensors of a step that raised
         with self._together(range(self.mpu.world_size)):
             overflow = self._agree()
             multiplier = 1.0 if overflow else self._multiplier()
@@ -299,8 +300,8 @@ class ParallelStep:
         if self.scale is not None:
             if self.step_was_skipped and self.scale.scale == self.scale.min_scale and self.mpu.rank == 0:
                 _log.warning(
-                    "gradients overflow in fp16 although the loss scale is at precision.min_scale=%g: the step is "
-                    "skipped. If that goes on, the loss diverges, or fp16 is too narrow for this model (bf16 is not).",
+                    "gradients overflow in fp16 with the loss scale at precision.min_scale=%g; the step is skipped.\n"
+                    "  If this continues, the loss diverges or exceeds the range of fp16; bf16 has the range of fp32.",
                     self.scale.min_scale,
                 )
             self.scale.update(self.step_was_skipped)
@@ -308,12 +309,12 @@ class ParallelStep:
 
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Limit collectives of ``ranks`` inside to ``pipeline.timeout``, and name the rank that failed."""
+        """Limit the collectives of ``ranks`` in the block to ``pipeline.timeout``, and name the failed rank."""
         with self._failures.deadline(), self._failures.blame("optimizer.step()", ranks):
             yield
 
     def _agree(self) -> bool:
-        """Return whether fp16 gradients of some rank overflowed; one collective. An unscaled loss raises."""
+        """Return whether fp16 gradients overflowed on some rank. One collective. An unscaled loss raises."""
         if self.scale is None:
             return False
         locals_ = [local_part(p.grad) for p in self.names if p.grad is not None]
@@ -324,19 +325,19 @@ class ParallelStep:
             all_reduce(verdict, op=dist.ReduceOp.MAX)
         overflow, any_gradient, scale = verdict.tolist()
         if scale:
-            if scale < self.scale.scale:  # limited on the stage that has the loss
+            if scale < self.scale.scale:  # the stage with the loss has limited it
                 self.scale.limit(scale)
         elif any_gradient:
             raise ConfigError(
-                "precision.dtype=fp16, and the loss of this step was not scaled: small gradients became zero.\n"
-                "  optimizer.scale_loss(loss).backward() instead of loss.backward(); for stages "
+                "precision.dtype=fp16 needs a scaled loss; the loss of this step was not scaled.\n"
+                "  Use optimizer.scale_loss(loss).backward(); with stages "
                 "model.execute_pipeline(batch, optimizer=optimizer);\n  with get_forward_backward_func, loss_func must "
-                "return optimizer.scale_loss(loss)"
+                "return optimizer.scale_loss(loss)."
             )
         return bool(overflow)
 
     def _multiplier(self) -> torch.Tensor | float:
-        """Return the factor of gradients before the step: one over the loss scale, and the clipping."""
+        """Return the factor of the gradients: the inverse of the loss scale times the clip factor."""
         scale = 1.0 if self.scale is None else self.scale.scale
         if not self.max_norm:
             return 1 / scale
@@ -345,7 +346,7 @@ class ParallelStep:
         return clip_factor(self.max_norm, self.gradient_norm) / scale
 
     def _stepped(self, multiplier: torch.Tensor | float) -> dict[torch.Tensor, torch.Tensor]:
-        """Map each parameter of this rank to what is stepped, with its gradient: itself, or its fp32 weight."""
+        """Map each parameter of this rank to the tensor that is stepped, itself or its fp32 weight, with a gradient."""
         stepped: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in self.names:
             owned, gradient = self.owns(parameter), parameter.grad
@@ -353,7 +354,7 @@ class ParallelStep:
             used = owned and (of_some or gradient is not None)
             weight = self.masters.of(parameter) if used and self.masters is not None else None
             if gradient is not None and self.masters is not None and gradient.dtype in DTYPES.values():
-                gradient = gradient.float() if owned else None  # the model's stays as it is
+                gradient = gradient.float() if owned else None  # the gradient of the model's parameter does not change
             if weight is None and owned and self.host is not None and gradient is not None:
                 weight = parameter.detach().to(self.host)
             if gradient is not None and not (isinstance(multiplier, float) and multiplier == 1):
@@ -372,16 +373,16 @@ class ParallelStep:
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that were skipped, of the run that a checkpoint was loaded from as well."""
+        """The number of skipped steps, including the run of a loaded checkpoint."""
         return 0 if self.scale is None else self.scale.skipped
 
     def publish(self) -> None:
-        """Set on the optimizer what users read there."""
+        """Set the attributes for users on the optimizer."""
         for name in SHOWN:
             setattr(self.optimizer, name, getattr(self, name))
 
     def _indexed(self) -> dict[int, torch.Tensor]:
-        """Return parameters as torch numbers them in a state dict."""
+        """Return the parameters by their number in torch's state dict."""
         return dict(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
 
     def _save(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -400,7 +401,7 @@ class ParallelStep:
 
     @torch.no_grad()
     def _load(self, optimizer: Any) -> None:
-        """After torch loaded the state: back to fp32 what it cast to the parameter's dtype; drop what others own."""
+        """After torch loaded the state: undo its cast to half precision, and drop state that other ranks own."""
         saved, self._saved = self._saved, {}
         ours = saved.get("autopar") or {}
         for index, parameter in self._indexed().items():
@@ -422,18 +423,18 @@ class ParallelStep:
         self.publish()
 
 
-# -- what the step runs on ---------------------------------------------------------------------------------------------
+# -- the optimizer that ``step`` receives ------------------------------------------------------------------------------
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerProxy:
-    """An optimizer of the class of ``plain`` with other tensors in its groups, and the state of ``plain`` for them.
+    """An optimizer of the class of ``plain`` with replaced tensors in its groups, and their state from ``plain``.
 
     Args:
-        stepped: Parameter -> the tensor that is stepped instead; other parameters are left out, and empty groups stay.
+        stepped: Parameter -> the tensor to step instead. Parameters that are not in it are left out; empty groups stay.
             None: the step is skipped, and its changes are dropped.
-        watched: Parameter -> name. An optimizer inside of ``plain`` would step these, not the tensors of the groups.
+        watched: Parameter -> name, for parameters that must not change: an optimizer inside of ``plain`` may step them.
     """
 
     def __init__(
@@ -447,7 +448,7 @@ class OptimizerProxy:
         self.groups = [(g, {**g, "params": tensors}) for g, tensors in groups if not self.skips]
         self.optimizer = object.__new__(type(plain))
         vars(self.optimizer).update(vars(plain))
-        for name in _HOOKS:  # they are running; a step that calls its base class's step would run them again
+        for name in _HOOKS:  # otherwise a step that calls its base class's step would run them twice
             setattr(self.optimizer, name, OrderedDict())
         self.optimizer.param_groups = [group for _, group in self.groups]
         self._own = {p for group in plain.param_groups for p in group["params"]}
@@ -457,7 +458,7 @@ class OptimizerProxy:
         self._watched = {p: name for p, name in watched.items() if p.requires_grad}
         self._sums = sums_of_bits(self._watched)
         self._gradients = {p: p.grad for p in self._watched if p.grad is not None and p.grad.dtype != p.dtype}
-        for parameter, gradient in self._gradients.items():  # one of fp32 would be torch's error, in its words
+        for parameter, gradient in self._gradients.items():  # torch raises for an fp32 gradient of a half parameter
             set_gradient(parameter, gradient.to(parameter.dtype))
 
     def _state(self) -> defaultdict[Any, Any]:
@@ -470,7 +471,7 @@ class OptimizerProxy:
         return state
 
     def write_back(self) -> None:
-        """Write changes of groups, state and attributes to the user's optimizer; changed watched weights raise."""
+        """Write changes of groups, state and attributes to the user's optimizer. Raise if a watched weight changed."""
         if self.skips:
             return
         for parameter, gradient in self._gradients.items():
@@ -481,13 +482,12 @@ class OptimizerProxy:
         if moved:
             kind = type(self.plain).__name__
             raise ConfigError(
-                f"{kind}.step() changed weights of the model itself, past those that its groups hold instead.\n  They "
-                f"are {len(moved)} of {len(self._watched)}, {moved[0]} first. While it steps, the groups hold fp32 "
-                "weights (with\n  precision) or whole matrices (of which tensor-parallel ranks have shards), then "
-                "written into the model:\n  what an optimizer inside of it, a list of its own or a hook of the step "
-                "wrote there would be lost.\n  Wrap the optimizer after initialize: model, inner = "
+                f"{kind}.step() changed {len(moved)} of {len(self._watched)} weights of the model directly (first "
+                f"{moved[0]}).\n  The step must change the tensors in its groups: fp32 weights, or full matrices of "
+                "sharded parameters, which\n  are then written into the model. Direct changes, by an inner optimizer "
+                "or a hook, would be lost.\n  Wrap the optimizer after initialize: model, inner = "
                 f"autopar.initialize(model, config, optimizer=inner);\n  {kind}(inner). Register hooks of the step "
-                "after it, too. Or leave precision out."
+                "after initialize, too. Or leave precision out."
             )
         for group, ours in self.groups:
             group.update({key: value for key, value in ours.items() if key != "params"})

@@ -1,8 +1,9 @@
-"""Check an optimizer made before ``initialize``, find out how it steps shards, and shard its state.
+"""Check an optimizer made before ``initialize``, detect how it must step shards, and shard its state.
 
-Element-wise classes step shards; a class that is not known is tried once. A class that depends on the full matrix
-(Muon, Shampoo, LAMB, Adafactor, 8-bit blocks) steps full parameters (:mod:`autopar.data_parallel.whole_parameters`). A
-class that takes statistics over parameters (Prodigy, D-Adaptation), or draws numbers, steps all of them on every rank.
+Element-wise classes step shards. An unknown class is tested once. A class that depends on the full matrix (Muon,
+Shampoo, LAMB, Adafactor, 8-bit blocks) steps full parameters (:mod:`autopar.data_parallel.whole_parameters`). A class
+that computes statistics over parameters (Prodigy, D-Adaptation), or draws random numbers, steps all full parameters on
+every rank.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ ELEMENTWISE = {
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
     optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
 }  # fmt: skip
-"""Classes that are known to be element-wise. A subclass is tried like any other class."""
+"""Classes that are known to be element-wise. A subclass is tested like an unknown class."""
 
 _SHAPE = (128, 80)  # halves are large enough for optimizers that keep small tensors in fp32
-_RATE = 0.01  # the smallest learning rate of a trial
+_RATE = 0.01  # the smallest learning rate of a test
 _Run = tuple[torch.Tensor, dict[str, torch.Tensor], bool]
 _known: weakref.WeakKeyDictionary[Optimizer, dict[str, str | None]] = weakref.WeakKeyDictionary()  # by settings
 
 
 def stepping(optimizer: Optimizer, group: dict[str, Any], config: ParallelConfig, *, given: bool = True) -> str:
-    """Return how a rank must step the sharded parameters of a group; raise if that differs from one process.
+    """Return how a rank must step the sharded parameters of a group. Raise if no way gives the result of one process.
 
     ``parts``: its shards. ``owned``: full parameters, each on one of the tensor-parallel ranks. ``duplicated``: all
-    full parameters on each rank. ``sharded``: shards, except for Muon's directions.
+    full parameters on each rank. ``sharded``: shards, with Muon's update directions gathered.
 
     Args:
-        given: True if ``initialize`` gets the optimizer, so that full parameters can be stepped.
+        given: True if ``initialize`` receives the optimizer, so that full parameters can be stepped.
     """
     tp, stages, experts = config.tensor_parallel_size, config.pipeline_parallel_size, config.expert_parallel_size
     name, alone, zero = type(optimizer).__name__, max(tp, experts) == 1, given and config.zero_stage == 1
     if isinstance(optimizer, optim.LBFGS) and (given or not alone or stages > 1):
         raise ConfigError(
-            f"{name} is not supported with shards, with stages, or as optimizer= of autopar.initialize: it computes "
-            "gradients inside of\n  step(closure), where they can neither be averaged, unscaled nor clipped.\n"
-            "  Use an optimizer that needs no closure (AdamW, SGD, Muon ...)."
+            f"{name} is not supported with shards, with stages, or as optimizer= of autopar.initialize\n"
+            "  Use an optimizer without a closure (AdamW, SGD, Muon ...): gradients inside of step(closure) cannot be "
+            "averaged,\n  unscaled or clipped."
         )
     if (alone and stages == 1 and not zero) or type(optimizer) in ELEMENTWISE:
         return "parts"
@@ -64,45 +65,46 @@ def stepping(optimizer: Optimizer, group: dict[str, Any], config: ParallelConfig
         where = ", ".join(text for text, applies in spread.items() if applies)
         if across and not where:
             return "duplicated"
-        fact, where = f"{name} takes statistics over all parameters", where or sharded
-        instead = "Use an optimizer that steps each parameter by itself (AdamW, SGD, Adagrad ...), or replicas alone"
+        fact, where = f"{name} computes statistics over all parameters", where or sharded
+        instead = "Use an optimizer without them (AdamW, SGD, Adagrad ...), or only replicas"
         if stages == 1 and config.zero_stage == 0:
-            instead = "Write optimizer: {across_parameters: true} in the config, and give it to autopar.initialize"
+            instead = "Write optimizer: {across_parameters: true} in the config, and pass it to autopar.initialize"
     elif found == "random" and experts > tp:
         raise ConfigError(
-            f"{name} draws random numbers, others on each replica, and with {sharded} the ranks of several replicas "
-            "step one model's experts.\n  Use an optimizer that draws none."
+            f"{name} draws random numbers, which differ between replicas, and is not supported with {sharded}, where "
+            "replicas share experts.\n  Use an optimizer without random numbers."
         )
     elif alone or found in (None, "parts") or (found == "random" and not gathers):
         return "parts"
     elif gathers:
         return "duplicated" if found == "random" else config.optimizer_full_matrix
     else:
-        fact = f"{name} looks at whole matrices: its steps of a matrix in two parts differ from that of the whole one"
-        instead = "Give it to autopar.initialize(model, config, optimizer=optimizer), which steps whole ones"
-        instead = "Use zero.stage 1, where a rank steps whole matrices" if config.fully_sharded else instead
-        instead += "; or use an optimizer that works element by element (AdamW, SGD, Adagrad ...)"
+        fact = f"{name} depends on full matrices: a step of two halves differs from a step of the full matrix"
+        instead = "Pass it to autopar.initialize(model, config, optimizer=optimizer), which steps full matrices"
+        instead = "Use zero.stage 1, where a rank steps full matrices" if config.fully_sharded else instead
+        instead += "; or use an element-wise optimizer (AdamW, SGD, Adagrad ...)"
     raise ConfigError(
-        f"{fact}.\n  With {where} a rank steps some of them, or shards, so the result would differ from one process.\n"
-        f"  {instead}."
+        f"{fact}.\n  With {where} a rank steps only some parameters, or shards, so the result would differ from one "
+        f"process.\n  {instead}."
     )
 
 
 def refuse_unlike(optimizer: Optimizer, held: Iterable[nn.Parameter], config: ParallelConfig) -> None:
-    """Raise ConfigError if an optimizer that ``initialize`` did not get would not step ``held`` as one process."""
+    """Raise ConfigError if an optimizer that ``initialize`` did not receive would step ``held`` unlike one process."""
     ids = set(map(id, held))
     for group in optimizer.param_groups:
         if not ids.isdisjoint(map(id, group["params"])):
             stepping(optimizer, group, config, given=False)
 
 
-# -- the trial ---------------------------------------------------------------------------------------------------------
+# -- the test of a class -----------------------------------------------------------------------------------------------
 
 
 def probe(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Return what a step of a group depends on; None if a copy of the optimizer cannot be tried.
+    """Classify the step of a group; None if a copy of the optimizer cannot be tested.
 
-    ``parts``: each element. ``matrices``: the full matrix. ``across``: several parameters. ``random``: random numbers.
+    ``parts``: element-wise. ``matrices``: depends on the full matrix. ``across``: depends on several parameters.
+    ``random``: draws random numbers.
     """
     if type(optimizer) in ELEMENTWISE:
         return "parts"
@@ -118,9 +120,9 @@ def probe(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Step a matrix in full, in a large and a small half along each dim, and next to another parameter.
+    """Step a matrix in full, in two unequal-valued halves along each dim, and together with another parameter.
 
-    The gradients have a common direction, along which estimates of a distance (Prodigy) grow.
+    The gradients have a common direction, so that distance estimates (Prodigy) grow.
     """
     rows, columns = (torch.where(torch.arange(size) < size // 2, 0.1, 3.0) for size in _SHAPE)
     scale = rows[:, None] * columns
@@ -141,14 +143,14 @@ def _tried(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
 
 
 def _same(full: _Run, parts: Sequence[_Run], dim: int = 0) -> bool:
-    """Return whether the updates of parts are that of the full matrix, and the numbers that they keep, too."""
+    """Return whether the parts have the updates and the 0-dim state of the full matrix."""
     pairs = [(numbers[key], full[1][key]) for _, numbers, _ in parts for key in numbers.keys() & full[1].keys()]
     pairs.append((torch.cat([update for update, _, _ in parts], dim), full[0]))
     return all(torch.allclose(one, other, equal_nan=True) for one, other in pairs)
 
 
 def _run(optimizer: Optimizer, group: dict[str, Any], *trials: torch.Tensor) -> _Run:
-    """Step a copy; return the first parameter's update, its numbers, and whether its other state has its shape."""
+    """Step a copy. Return the first parameter's update, its 0-dim state, and whether its other state has its shape."""
     parameters = [nn.Parameter(trial[0].clone()) for trial in trials]
     made = _fresh(optimizer, group, parameters)
     for step in range(1, len(trials[0])):
@@ -166,12 +168,12 @@ def _run(optimizer: Optimizer, group: dict[str, Any], *trials: torch.Tensor) -> 
 
 
 def _fresh(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """Return a copy that has not stepped, with these parameters in one group; other lists of it hold the first one."""
+    """Return a copy without steps whose group has these parameters; other lists of the copy hold the first one."""
     settings = {name: value for name, value in group.items() if name != "params"}
     rate = settings.get("lr")
-    if isinstance(rate, int | float) and rate < _RATE:  # small ones, of a warm-up for instance, hide differences
+    if isinstance(rate, int | float) and rate < _RATE:  # a small one, such as in a warm-up, hides differences
         settings["lr"] = _RATE
-    with suppress(TypeError):  # defaults may lack arguments of the class, which then makes no state when it is built
+    with suppress(TypeError):  # defaults may lack arguments of the constructor
         if optimizer.state and (made := type(optimizer)(parameters, **optimizer.defaults)).state:
             made.param_groups[0].update(settings)
             return made
@@ -197,21 +199,21 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config: ParallelConfig) -> list[list[str]]:
-    """Return how each group of an optimizer is stepped, followed by the names of its parameters.
+    """Return for each group of an optimizer how it is stepped, followed by the names of its parameters.
 
     Raises:
-        ConfigError: the config needs an optimizer and there is none, it is not a torch optimizer, it has parameters of
-            another model, its steps could not equal one process, or the scheduler drives another optimizer.
+        ConfigError: The config needs an optimizer and there is none, it is not a torch optimizer, it has parameters of
+            another model, its steps would differ from one process, or the scheduler drives another optimizer.
     """
     if optimizer is None:
         _refuse_without(config, lr_scheduler)
         return []
     if not isinstance(optimizer, torch.optim.Optimizer) or not getattr(type(optimizer).step, "hooked", False):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if hasattr(optimizer, "_autopar"):
-        raise ConfigError(f"this {type(optimizer).__name__} belongs to a parallelized model already; make a new one")
+        raise ConfigError(f"this {type(optimizer).__name__} belongs to a parallelized model already\n  Make a new one.")
     if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
-        raise ConfigError("lr_scheduler drives another optimizer than the one that was passed to initialize")
+        raise ConfigError("lr_scheduler must drive the optimizer that is passed to initialize")
     if config.optimizer_split_fused:
         _refuse_unlike_muon(optimizer, "optimizer.split_fused=true", "Leave it out.")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -233,12 +235,12 @@ def check_group(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -
     """Return how a param group is stepped; raise ConfigError if ranks cannot step it like one process."""
     how = stepping(optimizer, group, config)
     if how == "sharded":
-        instead = "Write optimizer: {full_matrix: owned}, which steps whole matrices."
+        instead = "Write optimizer: {full_matrix: owned}, which steps full matrices."
         _refuse_unlike_muon(optimizer, "optimizer.full_matrix=sharded", instead)
     if config.zero_optimizer_offload and how != "parts":
         raise ConfigError(
-            f"zero.optimizer_offload does not go with {type(optimizer).__name__}, which looks at whole matrices: "
-            "ranks exchange them where they compute.\n  Leave zero.optimizer_offload out."
+            f"zero.optimizer_offload is not supported with {type(optimizer).__name__}, which depends on full matrices\n"
+            "  Leave zero.optimizer_offload out."
         )
     return how
 
@@ -247,13 +249,12 @@ def _refuse_unlike_muon(optimizer: Any, asked: str, instead: str) -> None:
     kind = type(optimizer)
     if kind is not torch.optim.Muon:
         raise ConfigError(
-            f"{asked} is for torch.optim.Muon itself, of which autopar knows how it orthogonalizes, not for "
-            f"{kind.__module__}.{kind.__qualname__}.\n  {instead}"
+            f"{asked} supports only torch.optim.Muon, got {kind.__module__}.{kind.__qualname__}.\n  {instead}"
         )
 
 
 def stepped_whole(optimizer: Any, config: ParallelConfig) -> set[int]:
-    """Return ``id`` of the parameters in groups that step full parameters."""
+    """Return the ``id`` of each parameter that is stepped as a full tensor."""
     sharded = max(config.tensor_parallel_size, config.expert_parallel_size) > 1
     groups = [group for group in optimizer.param_groups if group["params"]] if sharded else []
     whole = [group for group in groups if stepping(optimizer, group, config) not in ("parts", "sharded")]
@@ -276,16 +277,17 @@ def _refuse_without(config: ParallelConfig, lr_scheduler: Any) -> None:
     ]
     if asked:
         raise ConfigError(
-            f"{', '.join(asked)}: the optimizer does that, and initialize got none.\n"
-            "  model, optimizer = autopar.initialize(model, config, optimizer=optimizer)"
+            f"{', '.join(asked)} needs an optimizer, and initialize got none.\n"
+            "  Call model, optimizer = autopar.initialize(model, config, optimizer=optimizer)."
         )
 
 
 def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
     """Raise ConfigError if an optimizer's state cannot be sharded like the weights.
 
-    There is no fused matrix to split; a state tensor of a parameter that is stepped in shards has neither its shape nor
-    one element; there is state with ZeRO 2 or 3; or state of a model without values (except Adagrad's).
+    That is, if there is state with ZeRO 2 or 3, state of a model on the meta device (except Adagrad's), or a state
+    tensor of a sharded parameter with neither its shape nor one element. Also raise if ``optimizer.split_fused`` finds
+    no fused matrix.
     """
     whole = stepped_whole(optimizer, config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -293,25 +295,26 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelCo
         given = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         if not any(fused(plan.tensors[plan.canonical(name)]) for name in given):
             raise ConfigError(
-                f"optimizer.split_fused=true: none of the {len(given)} matrices of this {type(optimizer).__name__} is "
-                "several side by side, as q | k | v or gate | up.\n  Leave it out: q, k and v are matrices of their "
-                "own (Llama), or alternate head by head (BLOOM, GPT-NeoX), and then stay whole."
+                f"optimizer.split_fused=true needs a fused matrix (q | k | v, gate | up); none of the {len(given)} "
+                f"matrices of this {type(optimizer).__name__} is fused.\n  Leave it out. Separate q, k and v (Llama) "
+                "need no split, and q, k and v that alternate head by head (BLOOM, GPT-NeoX) are not split."
             )
     for parameter, entries in optimizer.state.items():
         name = names.get(id(parameter))
-        if name is None:  # of no parameter
+        if name is None:  # state that belongs to no parameter
             continue
         if config.fully_sharded and entries:
             raise ConfigError(
-                f"{type(optimizer).__name__} has state of {name} already: with zero.stage {config.zero_stage} the "
-                "optimizer must not have stepped, and one that makes its state when it is built (Adagrad) does not work"
+                f"{type(optimizer).__name__} must not have state before initialize with zero.stage "
+                f"{config.zero_stage}; got state of {name}\n  Pass a new optimizer. A class that makes state when "
+                "it is built (Adagrad) is not supported."
             )
         lost = next((key for key, value in entries.items() if isinstance(value, torch.Tensor) and value.is_meta), None)
         if lost is not None and not isinstance(optimizer, torch.optim.Adagrad):
             raise ConfigError(
-                f"{type(optimizer).__name__} made '{lost}' of {name} when it was built, from a model without values "
-                "(lazy_init, from_pretrained(optimizer=)): it has none either, and they are not known.\n"
-                "  Build the model in memory, or the optimizer from the model that initialize has returned."
+                f"{type(optimizer).__name__} made '{lost}' of {name} from a model without values (lazy_init, "
+                "from_pretrained(optimizer=)), so it has no values either.\n"
+                "  Build the model in memory, or make the optimizer from the model that initialize returns."
             )
         layout = plan.tensors[plan.canonical(name)].layout
         if layout is None or id(parameter) in whole:
@@ -319,19 +322,18 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelCo
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameter.shape:
                 raise ConfigError(
-                    f"{type(optimizer).__name__} has stepped already, and its '{key}' of {name} has shape "
-                    f"{list(value.shape)}, where {name} has {list(parameter.shape)}: it is not per element and cannot "
-                    "be sharded.\n  Make the optimizer anew."
+                    f"{type(optimizer).__name__} has stepped already, and its '{key}' of {name} cannot be sharded: "
+                    f"expected shape {list(parameter.shape)}, got {list(value.shape)}.\n  Pass a new optimizer."
                 )
 
 
 def look_at_new(plan: Plan, config: ParallelConfig, optimizer: Any, held: list[tuple[str, nn.Parameter]]) -> None:
-    """Raise ConfigError before the first step of an optimizer that ``initialize`` did not get and that would be wrong.
+    """Check an optimizer that was not passed to ``initialize`` before its first step.
 
-    It has state of full weights, or is not element-wise.
+    Raises ConfigError if it has state of full weights, or is not element-wise.
 
     Args:
-        held: Names and parameters of the model that it steps.
+        held: The names and parameters of the model that it steps.
     """
     sharded = any(hasattr(parameter, "autopar_shard") for _, parameter in held)
     if sharded and any(probe(optimizer, group) is None for group in optimizer.param_groups):
@@ -345,19 +347,19 @@ def look_at_new(plan: Plan, config: ParallelConfig, optimizer: Any, held: list[t
         for key, value in state.items() if isinstance(state, dict) and tuple(parameter.shape) != tuple(whole) else ():
             if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(whole):
                 raise ConfigError(
-                    f"{type(optimizer).__name__} has state of whole weights, and this rank has shards: {key} of {name} "
-                    f"is {list(whole)}, the shard {list(parameter.shape)}.\n  It stepped before initialize: "
-                    "model, optimizer = autopar.initialize(model, config, optimizer=optimizer) shards its state, too."
+                    f"{type(optimizer).__name__} has state of full weights: {key} of {name} must have the shape of the "
+                    f"shard, {list(parameter.shape)}; got {list(whole)}.\n  Pass it to initialize, which shards its "
+                    "state: model, optimizer = autopar.initialize(model, config, optimizer=optimizer)"
                 )
     refuse_unlike(optimizer, [parameter for _, parameter in local], config)
 
 
 def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int, whole: set[int]) -> None:
-    """Shard the state of each parameter as the parameter was sharded; state of Adagrad without values gets them.
+    """Shard the state of each parameter like the parameter, and fill Adagrad's state on the meta device.
 
     Args:
         names: ``id(parameter)`` -> name.
-        whole: ``id`` of parameters whose state stays full.
+        whole: The ``id`` of each parameter whose state stays full.
     """
     options = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for parameter, entries in optimizer.state.items():
@@ -377,7 +379,7 @@ def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int,
 def keep_stage(optimizer: Any, model: nn.Module) -> None:
     """Keep only this pipeline stage's parameters in the optimizer's groups and state, in place.
 
-    A group may become empty; it stays, since schedulers count groups.
+    Empty groups stay, because schedulers count groups.
     """
     here = {id(parameter) for parameter in model.parameters()}
     gone = {p for group in optimizer.param_groups for p in group["params"] if id(p) not in here}
@@ -393,7 +395,7 @@ def keep_stage(optimizer: Any, model: nn.Module) -> None:
 def move_state(
     optimizer: Any, parameter: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Move the tensors of a parameter's state to a device, floating ones to a dtype; None: as they are."""
+    """Move a parameter's state to ``device``, and its floating-point tensors to ``dtype``; None: no change."""
     entries = optimizer.state.get(parameter, {})
     for key, value in entries.items():
         if isinstance(value, torch.Tensor):
@@ -401,7 +403,7 @@ def move_state(
 
 
 def rebind(optimizer: Any, names: Mapping[int, str], model: nn.Module) -> None:
-    """Put the parameters that the model has now into the optimizer's groups, by name: ``fully_shard`` made new ones."""
+    """Put the model's current parameters into the optimizer's groups, because ``fully_shard`` replaced them."""
     now = dict(model.named_parameters())
     optimizer.state.clear()
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Half precision: parameters, the fp32 weights that the optimizer works on instead of them, the scale of the loss."""
+"""Half precision: conversion of a model, the optimizer's fp32 master weights, and the scale of the loss."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MasterWeights:
-    """The fp32 master weight of each half-precision parameter that this rank steps.
+    """The fp32 master weights of the half-precision parameters that this rank steps.
 
-    A half-precision value that was changed since (a loaded checkpoint) replaces the fp32 weight at the next step.
+    If a half-precision value has changed (a loaded checkpoint), it replaces the fp32 weight at the next step.
 
     Args:
-        device: Device of the fp32 weights; None: that of the parameters.
+        device: The device of the fp32 weights; by default the device of each parameter.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -49,7 +49,7 @@ class MasterWeights:
             weight = self._weights[parameter] = value.float()
             return weight
         rounded = weight.to(value.dtype)
-        if value.device.type != "cpu" or not torch.equal(rounded, value):  # a GPU would be waited for
+        if value.device.type != "cpu" or not torch.equal(rounded, value):  # on a GPU the comparison would wait
             weight.copy_(torch.where(rounded == value, weight, value.float()))
         return weight
 
@@ -62,13 +62,13 @@ def to_half(
     masters: MasterWeights,
     keep: Callable[[nn.Parameter], bool],
 ) -> None:
-    """Convert the floating parameters and saved buffers of ``model`` to ``dtype``, in place; ``id(parameter)`` stays.
+    """Convert the floating-point parameters and persistent buffers of ``model`` to ``dtype``, in place.
 
-    Tensors that transformers keeps in fp32, and buffers that are not saved (rotary frequencies), stay or become fp32.
+    Tensors that transformers keeps in fp32 become fp32. Buffers that are not saved (rotary frequencies) do not change.
 
     Args:
-        masters: Receives the unrounded fp32 weights.
-        keep: Function that returns if this rank steps a parameter, and so needs its fp32 weight.
+        masters: The fp32 weights, which receive the unrounded values.
+        keep: A function that returns whether this rank steps a parameter, and so needs its fp32 weight.
     """
     stays_fp32 = keeps_fp32(inner, dtype)
     for name, parameter in model.named_parameters():
@@ -83,12 +83,12 @@ def to_half(
         if name in saved and buffer.is_floating_point() and not stays_fp32(name):
             buffer.data = buffer.data.to(dtype)
     pipeline = vars(model).get("_autopar_pipeline")
-    if pipeline is not None:  # what stands for the weights of other stages
+    if pipeline is not None:  # placeholders for the weights of other stages
         pipeline.released.halve(dtype, stays_fp32)
 
 
 def _replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Give a parameter another value, and its gradient that one's dtype."""
+    """Replace the value of a parameter, and convert its gradient to the new dtype."""
     gradient, parameter.grad = parameter.grad, None
     parameter.data = value
     if gradient is not None:
@@ -97,7 +97,7 @@ def _replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def to_fp32(model: nn.Module, weights: Mapping[int, torch.Tensor | None]) -> None:
-    """Convert half-precision parameters, from ``id`` -> master weight, and buffers of ``model`` to fp32, in place."""
+    """Convert half-precision parameters and buffers of ``model`` to fp32 in place; ``weights``: id -> master weight."""
     for parameter in model.parameters():
         if parameter.dtype in DTYPES.values():
             weight = weights.get(id(parameter))
@@ -109,9 +109,9 @@ def to_fp32(model: nn.Module, weights: Mapping[int, torch.Tensor | None]) -> Non
 
 @contextmanager
 def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Accumulate gradients of half-precision parameters in fp32 inside, on those that are there too; they stay fp32.
+    """Accumulate gradients of half-precision parameters in fp32 inside the block. Existing gradients are converted.
 
-    Afterwards a gradient may have any dtype: without one, torch makes the next one in the parameter's.
+    The gradients stay fp32 after the block. A new gradient then has the parameter's dtype again.
     """
     half = [p for p in parameters if p.requires_grad and p.dtype in DTYPES.values()]
     for parameter in half:
@@ -127,7 +127,7 @@ def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return whether transformers keeps a parameter of a name in fp32."""
+    """Return a function that says whether transformers keeps the parameter of a name in fp32."""
     if not isinstance(inner, PreTrainedModel):
         return lambda name: False
     names = fp32_modules(inner, strict=True)
@@ -140,24 +140,24 @@ def keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
     return lambda name: pattern.search(name) is not None
 
 
-# -- fp16: the scale of the loss, and one verdict of all ranks on whether the gradients overflowed ---------------------
+# -- fp16: the scale of the loss, and the agreement of all ranks on an overflow ----------------------------------------
 
 
 class LossScale:
-    """The factor of a loss before backward, so that small gradients survive in fp16.
+    """The factor of the loss before the backward, so that small gradients do not underflow in fp16.
 
-    After ``hysteresis`` overflows each one multiplies the scale by ``backoff_factor``, down to ``min_scale``.
-    ``growth_interval`` steps in a row without an overflow multiply it by ``growth_factor``, up to ``max_scale``.
+    From the ``hysteresis``-th overflow on, each overflow multiplies the scale by ``backoff_factor``, down to
+    ``min_scale``. ``growth_interval`` steps without an overflow multiply it by ``growth_factor``, up to ``max_scale``.
     """
 
     def __init__(self, config: ParallelConfig) -> None:
         self._config = config
         self.scale, self.min_scale, self.max_scale = config.initial_scale, config.min_scale, config.max_scale
-        self.steps, self.chances = 0, config.hysteresis  # steps in a row without an overflow
-        self.skipped = 0  # steps in all
+        self.steps, self.chances = 0, config.hysteresis  # steps since the last overflow
+        self.skipped = 0  # skipped steps in total
 
     def update(self, overflow: bool) -> None:
-        """Adapt the scale after a step, or after one that was skipped because of an ``overflow``."""
+        """Adapt the scale after a step, or after a step that was skipped because of an ``overflow``."""
         if overflow:
             self.steps, self.skipped = 0, self.skipped + 1
             self.chances = max(self.chances - 1, 0)
@@ -176,27 +176,27 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "steps": self.steps, "chances": self.chances, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Restore the state from :meth:`state_dict`."""
         self.scale, self.steps, self.chances = float(state["scale"]), int(state["steps"]), int(state["chances"])
-        self.skipped = int(state.get("skipped", 0))  # earlier checkpoints did not count them
+        self.skipped = int(state.get("skipped", 0))  # missing in old checkpoints
 
 
 def not_finite(tensors: list[torch.Tensor]) -> torch.Tensor | bool:
-    """Return whether a tensor is not finite; where the first one lies, nobody waits for it."""
+    """Return whether a tensor is not finite, as a tensor on the first one's device, so that the host does not wait."""
     norms = [torch.linalg.vector_norm(tensor, torch.inf).float() for tensor in tensors if tensor.numel()]
     return bool(norms) and ~torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all()
 
 
 def agree_on_found(found: dict[torch.device, torch.Tensor], axis: Axis, device: torch.device) -> None:
-    """Replace what torch's scalers found by the largest of all ranks of the axis, in place.
+    """Replace the overflow flags of torch's scaler by their maximum over the ranks of the axis, in place.
 
     Args:
-        found: Device -> 1.0 if gradients there are not finite, else 0.0.
-        device: Device of collectives.
+        found: Device -> 1.0 if gradients there are not finite, otherwise 0.0.
+        device: The device of collectives.
     """
     flags = [value.to(device).view(1) for value in found.values()]
     flag = torch.stack(flags).amax(0) if flags else torch.zeros(1, device=device)
@@ -212,9 +212,9 @@ class GradScaler(torch.amp.GradScaler):
     Use it as torch's: ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()``.
 
     Args:
-        mpu: ``model.mpu``; the ranks of one model replica agree, whatever the optimizer holds.
-        device: ``cuda`` or ``cpu``; default: the device of ``mpu``.
-        kwargs: Arguments of ``torch.amp.GradScaler``.
+        mpu: The mesh, ``model.mpu``. All ranks of a model replica agree on an overflow.
+        device: ``cuda`` or ``cpu``; by default the device of ``mpu``.
+        kwargs: The arguments of ``torch.amp.GradScaler``.
     """
 
     def __init__(self, mpu: MPU, device: str | None = None, **kwargs: Any) -> None:

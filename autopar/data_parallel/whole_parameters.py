@@ -1,8 +1,8 @@
-"""Step full parameters of which each tensor-parallel rank holds a shard, and torch's Muon on shards.
+"""Step sharded parameters as full tensors, and step torch's Muon on shards.
 
-Before a step a parameter and its gradient are gathered where it is stepped: on its owner, or on every rank. After the
-step each rank gets its shard. The state is for full parameters, so a checkpoint fits any mesh. A sharded Muon gathers
-only the directions of updates, to orthogonalize them; momentum, weight decay and the update are element-wise.
+Before a step, a parameter and its gradient are gathered on its owner or on every rank. After the step, each rank gets
+its shard. The optimizer's state belongs to full parameters, so a checkpoint fits any mesh. A sharded Muon gathers only
+the update directions, to orthogonalize them; momentum, weight decay and the update are element-wise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Tensors = Mapping[torch.Tensor, torch.Tensor]  # parameter -> its shard, its gr
 
 
 class WholeParameters(dict[torch.Tensor, tuple[int, ...]]):
-    """The full shapes of sharded parameters that are stepped as full tensors, and the ranks that step them.
+    """Sharded parameters that are stepped as full tensors (parameter -> full shape), and the ranks that step them.
 
     Attributes:
         axes: Parameter -> the ranks over which it is sharded.
@@ -42,7 +42,7 @@ class WholeParameters(dict[torch.Tensor, tuple[int, ...]]):
         self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
 
     def add(self, parameters: Mapping[torch.Tensor, TensorPlan], axis: Axis, replica: int, *, duplicated: bool) -> None:
-        """Add parameters that are sharded over an axis, and stepped by a replica; ``duplicated``: by every rank."""
+        """Add parameters that are sharded over ``axis``; ``duplicated``: True if every rank of it steps them."""
         for parameter, plan in parameters.items():
             assert plan.layout is not None
             self[parameter], self.axes[parameter] = plan.shape, axis
@@ -65,7 +65,7 @@ class WholeParameters(dict[torch.Tensor, tuple[int, ...]]):
         gradients = self.collect(self.gradients(shards))
         full: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, weight in self.collect(shards).items():
-            if parameter not in self._stand_ins:  # the same object in each step
+            if parameter not in self._stand_ins:  # the same object in each step, because the state belongs to it
                 self._stand_ins[parameter] = nn.Parameter(weight, requires_grad=weight.is_floating_point())
             stand_in = full[parameter] = self._stand_ins[parameter]
             vars(stand_in).update(vars(parameter))  # attributes that user code has set
@@ -111,7 +111,7 @@ class WholeParameters(dict[torch.Tensor, tuple[int, ...]]):
         return found
 
     def deal(self, full: _Tensors, shards: _Tensors) -> None:
-        """Write full tensors, from the ranks that step them, into the shards of every rank."""
+        """Write full tensors into the shards of every rank, from the ranks that step them."""
         for axis, run, sent, due in self._rounds(shards):
             for parameter, shard in run.items():
                 layout, owner = self._layouts[parameter], self._owners[parameter]
@@ -127,9 +127,9 @@ class WholeParameters(dict[torch.Tensor, tuple[int, ...]]):
         return {axis: {p: shard for p, shard in shards.items() if self.axes[p] is axis} for axis in axes}
 
     def _rounds(self, shards: _Tensors) -> Iterator[tuple[Axis, _Tensors, list[Any], list[Any]]]:
-        """Yield runs of shards of bounded size, identical on all ranks of an axis, and exchange what the caller lists.
+        """Yield runs of shards of bounded size, identical on all ranks of an axis, with two lists for the exchange.
 
-        The caller lists the tensors to send to each rank, and the tensors to fill from each rank.
+        The caller fills the lists with the tensors to send to each rank, and the tensors to receive from each rank.
         """
         for axis, theirs in self._by_axis(shards).items():
             run, size, last = dict[torch.Tensor, torch.Tensor](), 0, next(reversed(theirs))
@@ -166,11 +166,11 @@ def assign(sizes: Sequence[int], ranks: int, loads: list[int] | None = None) -> 
 
 
 class MuonSteps(WholeParameters):
-    """The parameters of a Muon that are stepped here: in shards (the items), or fused ones with parts stepped apart.
+    """Step the parameters of a Muon as shards (the items), and the parts of fused parameters separately.
 
     Attributes:
         parts: Fused parameter -> the layout of its parts.
-        taken: The tensors that this step has still to step here.
+        taken: The tensors of the current step.
     """
 
     def __init__(self) -> None:
@@ -179,17 +179,17 @@ class MuonSteps(WholeParameters):
         self.taken: dict[torch.Tensor, torch.Tensor] = {}
 
     def split(self, parameters: Mapping[torch.Tensor, TensorPlan]) -> None:
-        """Step the parts of fused parameters separately."""
+        """Register fused parameters, whose parts are stepped separately."""
         self.parts.update({p: layout for p, plan in parameters.items() if (layout := fused(plan)) is not None})
 
     def take(self, stepped: _Tensors) -> dict[torch.Tensor, torch.Tensor]:
-        """Take the tensors that are stepped here, until :meth:`step`; return the other ones."""
+        """Keep the tensors that :meth:`step` steps; return the remaining tensors."""
         self.taken = {p: tensor for p, tensor in stepped.items() if p in self or p in self.parts}
         return {p: tensor for p, tensor in stepped.items() if p not in self.taken}
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Muon) -> None:
-        """Step what was taken. A collective of the axes over which it is sharded."""
+        """Step the taken tensors. A collective of the axes over which they are sharded."""
         taken, self.taken = self.taken, {}
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         gradients = {p: tensor.grad for p, tensor in taken.items() if p not in self and tensor.grad is not None}
@@ -207,7 +207,7 @@ class MuonSteps(WholeParameters):
             dim, sizes, _ = self._sizes(parameter, direction)
             full[parameter] = torch.cat([newton_schulz(x, groups[parameter]) for x in direction.split(sizes, dim)], dim)
         for parameter, direction in shards.items():
-            # torch iterates in a dtype that ranks which only receive a shard of the result do not see.
+            # The dtype of torch's result, for ranks that only receive a shard of it.
             dtype = newton_schulz(direction.new_zeros(1, 1), {**groups[parameter], "ns_steps": 0}).dtype
             shards[parameter] = torch.empty_like(direction, dtype=dtype)
         self.deal(full, shards)

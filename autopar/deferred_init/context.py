@@ -1,8 +1,8 @@
 """Build a model without memory for its weights: ``with autopar.lazy_init(): model = GPT2LMHeadModel(config)``.
 
-Inside the ``with``, parameters are made on the meta device, and each module records the sources of their values: files
-of a checkpoint (``from_pretrained``), a value that the constructor computed (``torch.ones(hidden)``), or random
-initialization. ``autopar.initialize`` then shards shapes, and only this rank's shards get memory. Buffers are real.
+Inside the ``with``, parameters are on the meta device, and each module records the sources of their values: files of a
+checkpoint (``from_pretrained``), a value that the constructor computed (``torch.ones(hidden)``), or random
+initialization. ``autopar.initialize`` then shards the shapes and allocates only this rank's shards. Buffers are real.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _NO_WRITE = {"requires_grad_", "detach_", "share_memory_"}
 def lazy_init() -> Iterator[None]:
     """Build models, or load them with transformers' ``from_pretrained``, without memory for their weights.
 
-    :func:`autopar.initialize` gives each rank its shards: read from the checkpoint's files, or drawn as the constructor
-    would have drawn them. Full weights are equal on any mesh, given ``torch.manual_seed`` before ``initialize``; they
-    differ from those that the constructor would have drawn.
+    :func:`autopar.initialize` reads each rank's shards from the checkpoint's files, or draws them with the model's
+    initialization. With the same ``torch.manual_seed`` before ``initialize``, full weights are equal on any mesh; they
+    differ from the weights that the constructor would draw.
 
-    A custom module around the Hugging Face model fills its parameters with ``torch.nn.init``, has a
-    ``reset_parameters``, or computes them (``nn.Parameter(torch.zeros(3))``).
+    A custom module around the Hugging Face model must fill its parameters with ``torch.nn.init``, have a
+    ``reset_parameters``, or compute them (``nn.Parameter(torch.zeros(3))``).
 
-    The weights have no values before ``initialize``: a write into them after the model was built raises, here or in
-    ``initialize``. Only a write through ``weight.data`` after the ``with`` is not noticed, and lost. Buffers are on the
-    CPU, whatever torch's default device is.
+    The weights have no values before ``initialize``. A later write into them raises, here or in ``initialize``, except
+    that a write through ``weight.data`` after the ``with`` is silently lost. Buffers are on the CPU, for any default
+    device of torch.
 
     Raises:
-        ConfigError: A write into the weights of a model that was built or loaded inside; buffers on the meta device
-            (``torch.device("meta")`` inside); a ``from_pretrained`` of a quantized checkpoint, with ``device_map``, or
-            of an adapter's files.
-        CheckpointError: A ``from_pretrained`` of missing or damaged files.
+        ConfigError: Code writes into the weights of a finished model, or makes buffers on the meta device
+            (``torch.device("meta")`` inside); or ``from_pretrained`` reads a quantized checkpoint or adapter files, or
+            gets ``device_map``.
+        CheckpointError: Files for ``from_pretrained`` are missing or damaged.
     """
     made: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # some are temporary
     empty = _EmptyOnMeta()
@@ -65,7 +65,7 @@ def lazy_init() -> Iterator[None]:
 
 
 def _patch(patches: ExitStack, owner: Any, name: str, body: Callable[..., Any]) -> None:
-    """Patch a function of a class or a module for this thread: ``body`` gets the plain one, then the arguments."""
+    """Patch a function of a class or a module for this thread; ``body`` gets the original one, then the arguments."""
     found, thread = owner.__dict__[name], threading.get_ident()
     plain = found.__func__ if isinstance(found, staticmethod) else found
 
@@ -103,7 +103,7 @@ def _patch_transformers(patches: ExitStack, empty: _EmptyOnMeta) -> None:
         plain(model, *args, **kwargs)
 
     def init_weights(plain: Any, model: Any) -> None:
-        model.tie_weights(recompute_mapping=False)  # what transformers does on the meta device
+        model.tie_weights(recompute_mapping=False)  # as transformers does on the meta device
         empty.begun.pop(id(model), None)
         if not empty.begun:
             empty.built.add(model)
@@ -116,7 +116,7 @@ def _patch_transformers(patches: ExitStack, empty: _EmptyOnMeta) -> None:
             return load_lazily(plain, model, files, config, *rest, **kwargs)
 
     def finalize(plain: Any, *args: Any, **kwargs: Any) -> Any:
-        with empty.off():  # what is missing in the files is initialized for real
+        with empty.off():  # weights that the files lack are initialized in memory
             return plain(*args, **kwargs)
 
     def load_adapter(_: Any, model: Any, path: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
@@ -133,9 +133,9 @@ def _patch_transformers(patches: ExitStack, empty: _EmptyOnMeta) -> None:
 
 
 def adapter_first(path: str) -> str:
-    """Return the advice for the files of an adapter, which a model without memory cannot read."""
+    """Return the error text for files of an adapter, which a model without memory cannot read."""
     return (
-        f"{path} holds an adapter, whose values are read after the model is parallelized:\n"
+        f"{path} holds an adapter, which lazy_init does not support; load it after initialize:\n"
         "  with autopar.lazy_init(): model = AutoModelForCausalLM.from_pretrained(base)\n"
         "  model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder))\n"
         "  model = autopar.initialize(model, config); model.load_adapter(folder, 'default')"
@@ -148,9 +148,9 @@ def in_lazy_init() -> bool:
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Make tensors on the CPU inside, whatever torch's default device is; free of cost where that is the CPU.
+    """Make tensors on the CPU in the block. It costs nothing if torch's default device is the CPU.
 
-    ``torch.device`` as a context intercepts each of torch's functions (measured: 15 ms while a model is loaded).
+    ``torch.device`` as a context would intercept all functions of torch (measured: 15 ms while a model is loaded).
     """
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
@@ -159,8 +159,8 @@ class _EmptyOnMeta(TorchFunctionMode):
     """Make ``torch.empty`` on the meta device, record ``torch.nn.init``, and materialize before other writes.
 
     Attributes:
-        begun: The Hugging Face models whose constructor has started; one inside another is built with the outer one.
-        built: The models whose constructor is done.
+        begun: The Hugging Face models whose constructor has started; an inner model is built with the outer one.
+        built: The models whose constructor has finished.
         loaded: The models with values from files; their materialized weights are final.
     """
 
@@ -170,13 +170,13 @@ class _EmptyOnMeta(TorchFunctionMode):
         self.built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._on = True
-        self._made: dict[int, torch.Tensor] = {}  # by storage; kept alive, so that the number stays its own
+        self._made: dict[int, torch.Tensor] = {}  # by storage; keeps the tensors alive, so that numbers stay unique
         self.inits: dict[int, list[Init]] = {}  # the recorded ``torch.nn.init`` calls, by storage
         self._alive: list[Any] = []  # the storages with inits
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Allocate all memory inside."""
+        """Allocate memory as usual in the block."""
         was, self._on = self._on, False
         try:
             yield
@@ -198,21 +198,20 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def refuse(self, values: Any) -> None:
-        """Raise ConfigError if a weight of a model that is built is among an operation's arguments.
+        """Raise ConfigError if an operation's arguments contain a weight of a finished model.
 
-        A constructor may write anything: random initialization, or the files, overwrite it.
+        A constructor may write into weights, because random initialization or the files overwrite them.
         """
         if self.begun or not self.built:
             return
         storages = {storage_key(tensor) for tensor in tensors_in(values)}
         for model in self.built:
             for name, parameter in model.named_parameters():
-                pending = parameter.is_meta or model not in self.loaded  # initialize gives it its value
+                pending = parameter.is_meta or model not in self.loaded  # initialize fills it
                 if pending and storage_key(parameter) in storages:
                     raise ConfigError(
-                        f"{name} of {type(model).__name__} has no value yet inside lazy_init: nothing can be written "
-                        "into it, or computed from it\n"
-                        "  Do that after autopar.initialize, or build the model without lazy_init."
+                        f"{name} of {type(model).__name__} has no value inside lazy_init; it cannot be read or set\n"
+                        "  Use it after autopar.initialize, or build the model without lazy_init."
                     )
 
     def is_empty(self, tensor: torch.Tensor) -> bool:
@@ -220,7 +219,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return storage_id(tensor.untyped_storage()) in self._made
 
     def materialize(self, tensor: torch.Tensor) -> None:
-        """Give a full tensor that this mode left empty its memory, and run the recorded calls."""
+        """Allocate the memory of a full tensor that this mode left empty, and run the recorded calls."""
         if not self.is_empty(tensor) or tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             return
         recorded = self.inits.get(storage_id(tensor.untyped_storage()), ())
@@ -233,7 +232,7 @@ class _EmptyOnMeta(TorchFunctionMode):
             function(tensor, *args, **kwargs)
 
     def record(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Record a call of ``torch.nn.init`` where there is no memory; run it elsewhere."""
+        """Record a call of ``torch.nn.init`` on an empty tensor; run it for other tensors."""
         if self._on:
             self.refuse(tensor)
         if not tensor.is_meta:
@@ -255,8 +254,8 @@ def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
         for name, buffer in own_buffers(module).items():
             if buffer is not None and buffer.is_meta and not empty.is_empty(buffer):
                 raise ConfigError(
-                    f"the buffer {name} of a {type(module).__name__} was made on the meta device, where it has no "
-                    "values\n  lazy_init leaves out the memory of weights by itself: leave out torch.device('meta')."
+                    f"the buffer {name} of a {type(module).__name__} must have values, but is on the meta device\n"
+                    "  Leave out torch.device('meta') inside of lazy_init."
                 )
     values = {key: source for key, (source, _) in by_parameter(modules).items()}
     for module in modules:
@@ -267,7 +266,7 @@ def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
                 values[id(parameter)] = InMemory(parameter.data)
                 replace_storage(parameter, torch.empty_like(parameter, device="meta"))
             elif (known := sources_of(module).get(name)) is not None and known.parameter is parameter:
-                continue  # it comes from files
+                continue  # its values come from files
             set_source(
                 module, name, values.get(id(parameter)), empty.inits.get(storage_id(parameter.untyped_storage()), ())
             )

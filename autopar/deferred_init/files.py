@@ -1,7 +1,7 @@
 """Sources of a lazy model's values: files of a Hugging Face checkpoint, or shards of an autopar checkpoint.
 
-The first is transformers' own loading with the files opened lazily: its renames, conversions and reports, without the
-data. In shards every tensor has the model's own name.
+For a Hugging Face checkpoint, transformers' loading code runs on lazily opened files, with its renames, conversions and
+reports, but without the data. Tensors of shards have the names of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
 from autopar import registry
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.staging import MANIFEST
 from autopar.compat.tensors import own_buffers, own_parameters, version_of
 from autopar.compat.transformers import INITIALIZED, dtype_plan
@@ -44,8 +44,8 @@ class Source:
 
     Attributes:
         lazy: The tensor to read; None for random initialization.
-        inits: The constructor's calls of ``torch.nn.init`` on it, in order.
-        parameter, version: The parameter and its version, to find later writes into it.
+        inits: The constructor's calls of ``torch.nn.init`` on the parameter, in order.
+        parameter, version: The parameter and its version, to detect later writes.
     """
 
     lazy: LazyTensor | None
@@ -55,8 +55,8 @@ class Source:
 
     def __deepcopy__(self, memo: Any) -> Source:
         if type(self.parameter).__deepcopy__ is not nn.Parameter.__deepcopy__:
-            return self  # of a library that quantizes it later; such copies have other parameters in its place
-        copied = copy.deepcopy(self.parameter, memo)  # counts its own versions
+            return self  # a library quantizes it later, and its copies have other parameters
+        copied = copy.deepcopy(self.parameter, memo)  # with a separate version
         then = version_of(copied) - (version_of(self.parameter) - self.version)
         return Source(self.lazy, self.inits, copied, then)
 
@@ -68,12 +68,12 @@ def set_source(module: nn.Module, name: str, lazy: LazyTensor | None, inits: Seq
 
 
 def sources_of(module: nn.Module) -> Mapping[str, Source]:
-    """Return the sources of the module's own parameters; empty if it was not built lazily."""
+    """Return the sources of the module's direct parameters; empty if it was not built lazily."""
     return vars(module).get(_SOURCES, {})
 
 
 def by_parameter(modules: Iterable[nn.Module]) -> dict[int, tuple[LazyTensor | None, int]]:
-    """Return ``id(parameter)`` -> what to read, and its version when that was set; tied parameters are one."""
+    """Return ``id(parameter)`` -> the tensor to read, and the parameter's version when its source was set."""
     found: dict[int, tuple[LazyTensor | None, int]] = {}
     for source in (source for module in modules for source in sources_of(module).values()):
         lazy, first = found.get(id(source.parameter), (None, source.version))
@@ -82,11 +82,11 @@ def by_parameter(modules: Iterable[nn.Module]) -> dict[int, tuple[LazyTensor | N
 
 
 def clear_sources(module: nn.Module) -> None:
-    """Remove the sources; the parameters have their values."""
+    """Remove the sources, once the parameters have values."""
     vars(module).pop(_SOURCES, None)
 
 
-_log = logging.get_logger(f"transformers.{__name__}")  # shown, and turned off, together with transformers' own reports
+_log = logging.get_logger(f"transformers.{__name__}")  # follows transformers' verbosity
 
 
 def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     elif config.hf_quantizer and (entry := registry.entry("quantizers", "transformers")) is not None:
         original = entry.dequantize(original)
     if config.device_map is not None:
-        raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
+        raise ConfigError("device_map is not supported here: each rank gets a shard of the model\n  Leave it out.")
     pending = [path for path, stored in stored_weights(model).items() if stored.pending]
     others = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}
     tensors = open_files(files or [], config.pretrained_model_name_or_path or "")
@@ -106,21 +106,21 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     if info.conversion_errors:
         name, reason = next(iter(info.conversion_errors.items()))
         raise CheckpointError(
-            f"{config.pretrained_model_name_or_path}: {len(info.conversion_errors)} tensors cannot be converted to "
-            f"what {type(model).__name__} holds, the first is {name}:\n{reason}"
+            f"{config.pretrained_model_name_or_path}: {len(info.conversion_errors)} tensors cannot be converted for "
+            f"{type(model).__name__} (first {name}):\n{reason}"
         )
     if info.mismatched_keys and not config.ignore_mismatched_sizes:
         said = _other_shapes(config.pretrained_model_name_or_path, model, sorted(info.mismatched_keys))
-        raise CheckpointError(f"{said}\n  ignore_mismatched_sizes=True initializes them anew.")
+        raise CheckpointError(f"{said}\n  Pass ignore_mismatched_sizes=True to initialize them randomly.")
     _keep_sources(model, others)
     _check_ties(model, info)
     return info, index
 
 
 def _keep_sources(model: nn.Module, others: Mapping[str, nn.Parameter]) -> None:
-    """Replace sketches by meta parameters, and by real buffers.
+    """Replace sketches by meta parameters and by real buffers.
 
-    ``others`` are the weights that a library stores in another form, by the path of their layer.
+    ``others``: path of a layer -> its weight, if a library stores it in another form.
     """
     for path, module in model.named_modules():
         for name, parameter in own_parameters(module).items():
@@ -141,7 +141,7 @@ def _keep_sources(model: nn.Module, others: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_ties(model: Any, info: Any) -> None:
-    """Make tied weights that are both in the files one tensor if they are equal, as transformers does."""
+    """Tie weights that are both in the files if they are equal, as transformers does."""
     for target, source in list((getattr(model, "all_tied_weights_keys", None) or {}).items()):
         pair = []
         for name in (source, target):
@@ -158,18 +158,18 @@ def _check_ties(model: Any, info: Any) -> None:
 
 def _untied(model: Any, target: str, source: str) -> None:
     _log.warning(
-        "%s ties %s to %s, but the checkpoint has different values for the two: they stay untied. "
-        "Write tie_word_embeddings=False into the config.",
+        "%s ties %s to %s, but their values differ in the checkpoint, so they stay untied\n"
+        "  Write tie_word_embeddings=False into the config.",
         *(type(model).__name__, target, source),
     )
     model.all_tied_weights_keys.pop(target)
 
 
-def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -> None:
+def point_to(model: PreTrainedModel, shards: ShardReader, dtype: str | torch.dtype) -> None:
     """Set every parameter's source to its shards, and read the buffers.
 
-    With ``dtype`` "auto" each tensor has that of the shards; else the model's, except for those that transformers keeps
-    in float32. Raises CheckpointError unless the shards hold exactly the model's tensors.
+    With ``dtype="auto"`` each tensor has its saved dtype, otherwise the model's, except for tensors that transformers
+    keeps in float32. Raises CheckpointError unless the shards hold exactly the model's tensors.
     """
     manifest, start = shards.manifest, shards.manifest.hf_prefix
     saved = {
@@ -182,7 +182,7 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
     _check_fit(model, shards, expected, saved)
     _untie(model, shards, saved)
     plan = {} if isinstance(dtype, str) else dtype_plan(model, dtype)
-    kept = build_glob_alternation(list(plan))[0] if plan else None  # what transformers keeps in float32
+    kept = build_glob_alternation(list(plan))[0] if plan else None  # names that transformers keeps in float32
     cast: dict[str, str] = {}
     for path, module in model.named_modules():
         for name, tensor in [*own_parameters(module).items(), *own_buffers(module).items()]:
@@ -202,12 +202,14 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
     if cast:
         first = next(iter(cast.values()))
         warnings.warn(
-            f"{len(cast)} tensors were converted on loading, {first} ({MANIFEST} says what was saved)",
+            f"{len(cast)} tensors were converted on loading, {first} ({MANIFEST} lists the saved dtypes)",
             stacklevel=6,
         )
 
 
-def _check_fit(model: PreTrainedModel, shards: Shards, expected: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+def _check_fit(
+    model: PreTrainedModel, shards: ShardReader, expected: Mapping[str, Any], saved: Mapping[str, str]
+) -> None:
     info = {"missing_keys": set(expected) - set(saved), "unexpected_keys": set(saved) - set(expected)}
     if info["missing_keys"] or info["unexpected_keys"]:
         raise CheckpointError(
@@ -225,9 +227,9 @@ def _other_shapes(path: object, model: Any, wrong: Sequence[tuple[str, Any, Any]
     return f"{path}: {len(wrong)} tensors do not have the shapes of {type(model).__name__}{''.join(lines)}"
 
 
-def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
-    """Give weights that the model ties, but that have different values in the shards, a parameter each."""
-    groups: dict[int, dict[str, nn.Parameter]] = {}  # of each parameter: tensor in the shards -> what holds it
+def _untie(model: Any, shards: ShardReader, saved: Mapping[str, str]) -> None:
+    """Untie weights that have different values in the shards."""
+    groups: dict[int, dict[str, nn.Parameter]] = {}  # id of a parameter -> tensor in the shards -> its parameter
     for full, parameter in list(model.named_parameters(remove_duplicate=False)):
         holders = groups.setdefault(id(parameter), {saved[full]: parameter})
         if saved[full] not in holders:
@@ -243,10 +245,10 @@ def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
 
 
 def differs(path: str, model: Any, info: Mapping[str, Any]) -> str:
-    """Describe the tensors that a checkpoint lacks for a model, and those that it has beyond it."""
+    """Describe the tensors that a checkpoint lacks for a model, and its unexpected tensors."""
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     return (
-        f"{path} does not hold the tensors of {type(model).__name__}: "
+        f"{path} must hold the tensors of {type(model).__name__}: "
         f"{len(missing)} missing, {len(unexpected)} unexpected"
         + (f"\n  Missing: {listed(missing, 20)}." if missing else "")
         + (f"\n  Unexpected: {listed(unexpected, 20)}." if unexpected else "")
@@ -254,7 +256,7 @@ def differs(path: str, model: Any, info: Mapping[str, Any]) -> str:
 
 
 def explained(error: Exception, folder: Path, arguments: Mapping[str, Any]) -> AutoparError:
-    """Return the error to raise for one of transformers: about a file, or about one of the user's arguments."""
+    """Convert an error of transformers to an error about a file, or about an argument of the user."""
     text = in_one_line(error)
     reason = text if text and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
     wrong = [name for name in arguments if f"'{name}'" in text]

@@ -1,8 +1,8 @@
-"""Materialize the parameters of a lazily built model: this rank's shards, directly in final storage.
+"""Materialize this rank's shards of a lazily built model, directly in their final storage.
 
 Values come from the files of a checkpoint (each rank reads its byte ranges), from the constructor, or from the model's
-random initialization. That works on full modules, and draws the same numbers on every rank; a parameter is full from
-the first step that touches it to the last one (:class:`InitSteps`).
+random initialization. The latter needs full parameters and draws the same numbers on every rank, so a parameter is full
+from the first step that touches it to the last one (:class:`InitSteps`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from autopar.stored import stored_weights
 from autopar.swap import replace_storage
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
-_MOST_THREADS = 8  # more of them wait for each other's memory
+_MOST_THREADS = 8  # more threads would wait for memory
 
 
 def deferred_fingerprint(model: nn.Module) -> list[list[str]]:
@@ -53,11 +53,11 @@ def deferred_fingerprint(model: nn.Module) -> list[list[str]]:
 
 
 class Materializer:
-    """The deferred parameters of a model and their sources. Made before the model is sharded.
+    """The deferred parameters of a model and their sources, created before the model is sharded.
 
     Args:
-        model: The root model; full shapes, partly or all on the meta device.
-        inner: The Hugging Face model in it, or a plain module.
+        model: The root model with full shapes, some or all on the meta device.
+        inner: The Hugging Face model in it, or a custom module.
 
     Raises:
         ConfigError: A parameter gets no values, or was written into while it had no memory.
@@ -81,7 +81,7 @@ class Materializer:
         sync_parameters(holder, mpu)
 
     def _held(self, pending: DeferredParameter, full: LazyTensor, mpu: MPU) -> LazyTensor:
-        """Return this rank's shard of a full tensor, or the rows of it that FSDP2 leaves here."""
+        """Return this rank's shard of a full tensor, with FSDP2 only its rows."""
         shard = lazy_shard(full, pending.layout, mpu.shards.rank)
         if not self._config.fully_sharded or not shard.shape:
             return shard
@@ -94,10 +94,10 @@ class Materializer:
     def draw(self, mpu: MPU, held_here: Callable[[str], bool]) -> None:
         """Run the random initialization; every rank draws rank 0's numbers and keeps its shards.
 
-        ``held_here`` says whether this rank's stage holds the parameter of a name.
+        ``held_here``: a function that returns whether this rank's stage holds the parameter of a name.
 
         Raises:
-            ConfigError: A parameter was touched, but not filled; the model is left without memory.
+            ConfigError: A parameter was touched, but not filled. The model is still without memory.
         """
         if not self._steps.last:
             return
@@ -130,9 +130,9 @@ class Materializer:
             raise ConfigError(_uninitialised(self._model, unfilled))
 
     def fill(self, mpu: MPU) -> None:
-        """Give every parameter of the model, which is sharded already, its final storage.
+        """Fill the final storage of every parameter of the sharded model.
 
-        Raises CheckpointError if a file cannot be read, or was written to meanwhile.
+        Raises CheckpointError if a file cannot be read, or has changed.
         """
         names = self._plan.names
         here = {names.get(name): parameter for name, parameter in self._model.named_parameters()}  # on this stage
@@ -148,7 +148,7 @@ class Materializer:
             assert pending.source is not None
             same = pending.source.dtype == pending.dtype
             held = self._held(pending, pending.source if same else Converted(pending.source, pending.dtype), mpu)
-            if (local := local_part(parameter)).numel():  # FSDP2 leaves no rows where there are no columns
+            if (local := local_part(parameter)).numel():  # a shard of FSDP2 without columns has no rows either
                 held.check_shape(local)
             shard = self._empty(held, parameter.dtype, mpu)
             with torch.no_grad(), on_cpu():  # for temporary tensors
@@ -156,11 +156,11 @@ class Materializer:
             return shard
 
         sources = [pending.source for pending, _ in every if pending.source is not None]
-        # The kernel copies, and hands out fresh memory, without Python's lock.
+        # The kernel copies and allocates memory without Python's lock.
         with ThreadPoolExecutor(reading_threads(mpu.world_size), "autopar-read") as pool:
             for (pending, parameter), shard in zip(left, pool.map(lambda pair: shard_of(*pair), left), strict=True):
                 vars(parameter).pop("_is_hf_initialized", None)
-                # of drawn values precision may keep float32
+                # precision may keep float32 for drawn values
                 data = shard.to(parameter.dtype).view(local_part(parameter).shape)
                 if isinstance(parameter, DTensor):
                     mesh, places, shape = parameter.device_mesh, parameter.placements, parameter.shape
@@ -168,7 +168,7 @@ class Materializer:
                     data = DTensor.from_local(data, mesh, places, run_check=False, shape=shape, stride=stride)
                 replace_storage(parameter, data)
                 pending.shard = pending.source = None
-        for pending, parameter in every:  # one after the other: few plain ones are in memory at a time
+        for pending, parameter in every:  # one at a time, so that few full weights are in memory
             if (weight := others.get(pending.name)) is not None:
                 weight.materialize(pending.source, pending.layout, mpu, partial(shard_of, pending, parameter))
         if self._config.fully_sharded:
@@ -180,7 +180,7 @@ class Materializer:
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory that the system gets back at once: malloc would leave holes, in sum as large as the model."""
+    """Return memory that is released at once; malloc's fragmentation would add up to the size of the model."""
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -204,29 +204,29 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
             if id(parameter) not in recorded and own is None and id(parameter) not in adapters:
                 foreign.append(full)
                 continue
-            # of the parameter, also if it was moved to another module since
+            # the parameter's source, also if it was moved to another module
             source, then = recorded.get(id(parameter), (None if own is None else own.lazy, version_of(parameter)))
-            if id(parameter) in adapters:  # PEFT draws it, wherever it was made
+            if id(parameter) in adapters:  # PEFT initializes it
                 source, then = None, 0
             if version_of(parameter) != then:
                 written.append(full)
             shape = tuple(parameter.shape)
             if source is not None and source.shape != shape:
                 raise ConfigError(
-                    f"{full} has shape {list(shape)}, what was loaded for it has {list(source.shape)}: do not replace "
-                    "or resize parameters between lazy_init and initialize"
+                    f"{full} must have the shape of its file, {list(source.shape)}; got {list(shape)}\n"
+                    "  Do not replace or resize parameters between lazy_init and initialize."
                 )
             layout = plan.tensors[plan.canonical(full)].layout
             found[id(parameter)] = DeferredParameter(full, parameter, source, shape, parameter.dtype, layout)
     if written:
         raise ConfigError(
             f"{len(written)} weights of {type(model).__name__} were written into before initialize: {listed(written)}\n"
-            "  A model that was built in lazy_init has no memory for them yet, so that was lost. Write into them after "
-            "initialize,\n  load such values with from_pretrained, or build the model without lazy_init."
+            "  They have no memory after lazy_init, so the values were lost. Write into them after initialize,\n"
+            "  load the values with from_pretrained, or build the model without lazy_init."
         )
     if foreign:
         raise ConfigError(
-            f"{len(foreign)} parameters of {type(model).__name__} have no memory, and were not there in lazy_init: "
+            f"{len(foreign)} parameters of {type(model).__name__} have no memory and were added after lazy_init: "
             f"{listed(foreign)}\n  Add or resize parameters inside lazy_init, or build the model without it."
         )
     return found
@@ -243,7 +243,7 @@ def _uninitialised(model: nn.Module, names: list[str]) -> str:
 
 
 def reading_threads(ranks: int) -> int:
-    """Return the number of threads that a rank may read with: its share of this machine's cores, and not too many."""
+    """Return the number of reading threads of a rank, from the number of cores per rank."""
     return min(_MOST_THREADS, cores_of_a_rank(ranks))
 
 
@@ -252,7 +252,7 @@ def reading_threads(ranks: int) -> int:
 
 @dataclass
 class DeferredParameter:
-    """One parameter without memory; tied ones are one."""
+    """A parameter without memory, with all its tied names."""
 
     name: str
     parameter: nn.Parameter
@@ -264,15 +264,15 @@ class DeferredParameter:
 
     @property
     def drawn(self) -> bool:
-        """Return whether random initialization may fill it; values from a file are final."""
+        """Return whether random initialization may fill it, because its values do not come from a file."""
         return self.source is None or isinstance(self.source, InMemory)
 
 
 class InitSteps:
     """The random initialization of a model, one step per module, in transformers' order: children first.
 
-    All steps run on the meta device first, to find the parameters of ``drawn`` that each of them touches. So a
-    parameter is full only from the first step that touches it to the last one.
+    All steps first run on the meta device, to find the parameters of ``drawn`` that each step touches. So a parameter
+    is full only from the first step that touches it to the last one.
     """
 
     def __init__(self, model: nn.Module, inner: nn.Module, drawn: Mapping[int, DeferredParameter]) -> None:
@@ -286,7 +286,7 @@ class InitSteps:
         try:
             touches = self._touches(self._calls)
             self._add_resets(touches)
-        except Exception:  # a step that reads values: then everything is full until the end
+        except Exception:  # a step reads values, so all parameters stay full until the end
             touches = [set(drawn) for _ in self._calls]
         seen: set[int] = set()
         for touched in touches:
@@ -298,7 +298,7 @@ class InitSteps:
             later |= touched
 
     def _add_resets(self, touches: list[set[int]]) -> None:
-        """Add steps for parameters that no _init_weights touches: they keep the initialization of their constructor."""
+        """Add steps for parameters that no _init_weights touches, with the initialization of their constructor."""
         lacking = {key for key, p in self._drawn.items() if p.source is None} - set().union(*touches)
         for module in self._model.modules():
             names = [name for name, p in own_parameters(module).items() if id(p) in lacking]
@@ -320,14 +320,14 @@ class InitSteps:
                     with _Touched(by_storage) as touched, touched.init_functions():
                         call()
                     result.append(touched.keys)
-                    module._is_hf_initialized = True  # type: ignore[assignment]  # some check this of their children
+                    module._is_hf_initialized = True  # type: ignore[assignment]  # some modules check this flag of their children
         finally:
             for module, _ in calls:
                 vars(module).pop("_is_hf_initialized", None)
         return result
 
     def run(self, materialize: Callable[[int], None], shard: Callable[[int], None]) -> None:
-        """Run all steps; ``materialize`` a parameter before the first that touches it, ``shard`` it after the last."""
+        """Run all steps; ``materialize`` a parameter before its first step, ``shard`` it after its last step."""
         with self._context():
             for (module, call), first, last in zip(self._calls, self.first, self.last, strict=True):
                 for key in sorted(first, key=lambda key: self._drawn[key].name):
@@ -341,7 +341,7 @@ class InitSteps:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        on_cpu = torch.device("cpu")  # whatever the default device is
+        on_cpu = torch.device("cpu")  # for any default device
         with torch.no_grad(), on_cpu, hf_init.guard_torch_init_functions(), _untied(self._inner):
             yield
 
@@ -349,7 +349,7 @@ class InitSteps:
 def _own_inits(
     module: nn.Module, inner: nn.Module, owner: PreTrainedModel | None, adapters: Mapping[int, list[Init]]
 ) -> Iterator[Init]:
-    """Yield the modules, children first, with their initialization: a Hugging Face model's, or their reset_parameters.
+    """Yield the modules, children first, and their initialization (_init_weights or reset_parameters).
 
     ``adapters``: ``id(layer)`` -> the steps of its adapters.
     """
@@ -374,13 +374,13 @@ def _own_inits(
 
 
 def _as_built(module: nn.Module, reset: Callable[[], Any]) -> None:
-    """Run ``reset_parameters``, then the initialization by the constructor of an outer module, which came later."""
+    """Run ``reset_parameters``, then the later initialization by the constructor of an outer module."""
     reset()
     for name, source in sources_of(module).items():
         parameter = own_parameters(module).get(name)
         if parameter is not None and isinstance(source.lazy, InMemory):
             parameter.copy_(source.lazy.tensor)
-        elif parameter is not None and len(source.inits) > 1:  # the first is that of reset_parameters
+        elif parameter is not None and len(source.inits) > 1:  # reset_parameters was the first call
             _repeat(module, [name])
 
 
@@ -390,13 +390,13 @@ def _repeat(module: nn.Module, names: list[str]) -> None:
         parameter = own_parameters(module)[name]
         source = sources_of(module).get(name)
         for function, args, kwargs in source.inits if source is not None else ():
-            # by name: transformers' functions, which skip what is initialized
+            # by name, to call transformers' functions, which skip initialized tensors
             getattr(hf_init, function.__name__, function)(parameter, *args, **kwargs)
 
 
 @contextmanager
 def _untied(model: nn.Module) -> Iterator[None]:
-    """Replace the second use of a tied weight by a placeholder that is marked as initialized."""
+    """Replace further uses of a tied weight by placeholders that are marked as initialized."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
@@ -404,7 +404,7 @@ def _untied(model: nn.Module) -> Iterator[None]:
                 parameter = model.get_parameter(target)
                 if parameter is not model.get_parameter(source):
                     continue
-            except AttributeError:  # not in this model
+            except AttributeError:  # the model has no such module
                 continue
             path, _, name = target.rpartition(".")
             module = model.get_submodule(path)
@@ -419,7 +419,7 @@ def _untied(model: nn.Module) -> Iterator[None]:
 
 
 class _Touched(TensorTracking):
-    """A dispatch mode that collects the ``keys`` of meta tensors that are arguments of operations."""
+    """A dispatch mode that collects the ``keys`` of meta tensors in the arguments of operations."""
 
     def __init__(self, by_storage: Mapping[int | None, int]) -> None:
         super().__init__()
@@ -435,7 +435,7 @@ class _Touched(TensorTracking):
 
     @contextmanager
     def init_functions(self) -> Iterator[None]:
-        """Note the arguments of ``torch.nn.init``, some of whose functions do nothing at all on the meta device."""
+        """Record arguments of ``torch.nn.init`` too, because some of its functions do nothing on the meta device."""
         real: dict[str, Any] = dict(hf_init.TORCH_INIT_FUNCTIONS)
 
         def noting(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,14 +1,13 @@
-"""Give all ranks one verdict: all succeed, or all raise. A rank that never comes costs a time-out, not a hang.
+"""Let all ranks succeed or raise together.
 
-:func:`meet` waits for ranks through the key-value store of the default process group, in which no rank can get stuck.
-A call on some of the ranks only raises within the time-out, and a later call works again.
-
-:func:`same_on_every_rank` is for ``initialize``, before there is a mesh: over the default group, whatever its backend.
-
-:func:`all_ranks` and :func:`rank_zero` are for saving and loading, which take long and touch disks: verdicts go in a
-star around rank 0, over gloo, because the death of a rank closes its connection to rank 0 (or rank 0's to everyone), so
-the other ranks learn it at once and by name. In a ring, the two neighbours would know and the rest would wait. torch's
-``_DistWrapper`` (``torch/distributed/checkpoint/utils.py``) has the same idea without the deaths.
+[Note: agreement between ranks] A rank that fails or never calls must not leave the other ranks waiting. So ranks agree
+before a long step: all continue, or all raise the same error. There are three ways. :func:`meet` and :func:`barrier`
+wait through the key-value store of the default process group, where no rank can hang: a call on only some ranks raises
+after the timeout, and a later call works again. :func:`same_on_every_rank` compares digests over the default group,
+before there is a mesh. :func:`all_ranks`, :func:`deal` and :func:`rank_zero`, for saving and loading, send results in a
+star around rank 0 over gloo. A failed process closes its connection to rank 0, which reports it to all ranks at once;
+in a ring only its neighbors would notice. torch's ``_DistWrapper`` is similar, without the handling of failed
+processes.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _WARN_AFTER = 5.0  # seconds
 
 
 def barrier(mpu: MPU, caller: str, timeout: float) -> None:
-    """Wait until every rank of the world has called this.
+    """Wait until every rank of the world has called this ([Note: agreement between ranks]).
 
     Raises:
-        CheckpointError: after ``timeout`` seconds, the same on all ranks that did call; a later call works again.
+        CheckpointError: A rank did not call within ``timeout`` seconds; raised on all ranks that did.
     """
     if not dist.is_initialized():
-        raise CheckpointError(f"{caller} needs the process group, which has been destroyed")
+        raise CheckpointError(f"{caller} needs the process group, but it was destroyed")
     with as_one("barrier", mpu.control) as rehearsed:
         if rehearsed:
             return
@@ -63,22 +62,23 @@ def barrier(mpu: MPU, caller: str, timeout: float) -> None:
         raise CheckpointError(
             f"{caller} was called on {names_of(arrived)} but not on {names_of(missing)} of {mpu.world_size} "
             f"within {timeout:g} s\n"
-            "  Every rank must call it, also those of other data-parallel replicas; nothing was read or written.\n"
-            "  If ranks may arrive later than that, pass a larger timeout=."
+            "  Call it on every rank, including all data-parallel replicas; nothing was read or written.\n"
+            "  If ranks may arrive later, pass a larger timeout=."
         )
 
 
 def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
-    """Wait until all ranks of an axis are about to read the same, before a collective that some might not come to.
+    """Wait for all ranks of an axis before a collective that user code may run on only some of them.
 
-    A rank that waits for seconds warns.
+    A rank that waits for several seconds warns.
 
     Args:
-        what: The same text on every rank, or the call raises.
-        advice: Lines of the message about ranks that do not come.
+        what: The text of what the ranks read; a text that differs between ranks raises.
+        timeout: The seconds to wait.
+        advice: The last lines of the error and the warning.
 
     Raises:
-        ConsistencyError: on all ranks that came.
+        ConsistencyError: A rank did not call in time, or with another text; raised on all ranks that called.
     """
     if axis.group is None:  # one rank
         return
@@ -100,7 +100,7 @@ def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
         raise ConsistencyError(alone(arrived, f"{timeout:g} s"))
     if len(set(said.values())) > 1:
         each = "; ".join(f"rank {axis.ranks[place]} reads {text}" for place, text in sorted(said.items()))
-        raise ConsistencyError(f"the ranks do not read the same: {each}.\n  {advice}")
+        raise ConsistencyError(f"the ranks read different values: {each}.\n  {advice}")
 
 
 def _arrive(
@@ -112,13 +112,13 @@ def _arrive(
     said: dict[int, str] | None = None,
     warn: Callable[[list[int]], None] | None = None,
 ) -> list[int] | None:
-    """Return None once all ranks have arrived, else the ranks that had. ``said`` takes the text of each rank.
+    """Return None when all ranks have arrived, or after the timeout the ranks that have. ``said`` gets their texts.
 
     Meetings are numbered. Each ends with one atomic decision: ``go`` by the last rank to arrive, or the list of the
-    ranks present by the first one that times out. All follow it, so no rank leaves while another continues.
+    present ranks by the first rank that times out. All ranks follow it, so none leaves while another continues.
 
     Args:
-        warn: Called once with the ranks that are here, after :data:`_WARN_AFTER` seconds.
+        warn: A function that is called once with the present ranks, after :data:`_WARN_AFTER` seconds.
     """
     start = time.monotonic()
     while True:
@@ -139,18 +139,18 @@ def _arrive(
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         verdict = store.get(decision).decode()
-        store.compare_set("number", str(number), str(number + 1))  # whoever sees the next number has left this one
+        store.compare_set("number", str(number), str(number + 1))  # the next meeting
         if verdict == "go":
             if said is not None:
                 said.update({other: store.get(f"{number}/{other}").decode() for other in range(size)})
             for key in ("count", "decision", *map(str, range(size))) if rank == 0 else ():
                 with contextlib.suppress(RuntimeError, NotImplementedError):
-                    store.delete_key(f"{number - 1}/{key}")  # all ranks came here from there, so none reads it again
+                    store.delete_key(f"{number - 1}/{key}")  # all ranks have left that meeting
             return None
         arrived: list[int] = json.loads(verdict)
         if rank in arrived:
             return arrived
-        # came after the other ranks had given up: they may be calling again
+        # This rank came after the other ranks had timed out; they may be calling again.
 
 
 def _present(store: Any, number: int, size: int) -> list[int]:
@@ -158,7 +158,7 @@ def _present(store: Any, number: int, size: int) -> list[int]:
 
 
 def names_of(ranks: list[int]) -> str:
-    """Return "rank 3" or "ranks 0, 1, 2"; of very many the first sixteen."""
+    """Return ``rank 3`` or ``ranks 0, 1, 2``; at most the first sixteen."""
     shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
@@ -167,19 +167,19 @@ T = TypeVar("T")
 
 _SHOWN = 4  # differences that an error lists
 _LONGEST = 100  # characters of a value
-_PATIENCE = timedelta(hours=2)  # for a rank that is alive and writes a large file
+_PATIENCE = timedelta(hours=2)  # the limit for a running rank that writes a large file
 _TAG = 7001
 
 
 def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
-    """Run ``step`` on every rank of the world; if it fails on one, or its facts differ between ranks, all raise.
+    """Run ``step`` on every rank of the world. If it fails on one rank, or its facts differ between ranks, all raise.
 
     Args:
-        facts: JSON that must be identical on all ranks; differing names in it are quoted.
+        facts: A function that returns JSON from the result of ``step``. It must be identical on all ranks.
 
     Raises:
-        ConsistencyError, or CheckpointError after one: on the ranks where nothing failed, quoting the error of the one
-            that did; or naming the difference, with both values. A rank that fails raises its own error.
+        ConsistencyError: Another rank failed (quoted), or the facts differ (with both values). CheckpointError if the
+            other rank raised one. A rank that fails raises its error.
     """
     shorten_uncaught()
     result: T | None = None
@@ -188,14 +188,14 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
     try:
         result = step()
         made = facts(result)
-        text = json.dumps(made, default=str, sort_keys=True)  # some models register buffers in the order of a set
+        text = json.dumps(made, default=str, sort_keys=True)  # buffers in the order of a set differ between processes
         text = str(of_text(text))
-    except Exception as caught:  # whatever it is, the peers must not wait for this rank
+    except Exception as caught:  # of any kind: the other ranks must not wait for this rank
         error, kind = caught, "checkpoint" if isinstance(caught, CheckpointError) else "error"
         text = f"{type(caught).__name__}: {caught}"
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_process_group()
-        largest, smallest = extremes([kind != "fine", of_text(text)], default_group())  # of any number of ranks
+        largest, smallest = extremes([kind != "fine", of_text(text)], default_group())  # one all-reduce
         if largest != smallest or largest[0]:
             verdicts = [(kind, text)] * dist.get_world_size()
             dist.all_gather_object(verdicts, (kind, text))
@@ -209,7 +209,7 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
 
 
 def _error_of_others(verdicts: list[tuple[str, str]], facts: Any) -> AutoparError:
-    """Return the error of the first rank that failed; else of the first whose facts differ from rank 0's."""
+    """Return the error for the first rank that failed, otherwise for the first one whose facts differ from rank 0."""
     for rank, (kind, text) in enumerate(verdicts):
         if kind == "checkpoint":
             return CheckpointError(f"rank {rank} cannot load the model, so no rank does:\n{text}")
@@ -222,15 +222,15 @@ def _error_of_others(verdicts: list[tuple[str, str]], facts: Any) -> AutoparErro
     found = list(islice(differences(everyone[0], everyone[different[0]]), _SHOWN + 1))
     lines = [f"  {name}: rank 0: {one}, rank {different[0]}: {other}" for name, one, other in found[:_SHOWN]]
     return ConsistencyError(
-        f"ranks {different} call autopar.initialize differently than rank 0:\n"
+        f"ranks {different} call autopar.initialize with other arguments than rank 0:\n"
         + "\n".join(lines)
         + ("\n  and more" if len(found) > _SHOWN else "")
-        + "\n  Every rank gives it the same model (names, shapes, dtypes, devices, requires_grad), config and policy."
+        + "\n  Pass the same model (names, shapes, dtypes, devices, requires_grad), config and policy on every rank."
     )
 
 
 def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """Find where two values of plain data differ: the name of the place, and both values as text."""
+    """Yield each difference of two values of plain data: the name of the place, and both values as text."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in dict.fromkeys([*one, *other]):
             place = f"{name}.{key}" if name else str(key)
@@ -253,11 +253,11 @@ def _show(value: Any) -> str:
     return clip(json.dumps(value), _LONGEST)
 
 
-# -- in a star, over gloo: deaths are noticed -------------------------------------------------------------------------
+# -- in a star over gloo, which detects failed processes ---------------------------------------------------------------
 
 
 class Ranks(Protocol):
-    """The ranks of the world and the groups over which verdicts travel: an MPU is one."""
+    """The ranks of the world and the group for messages between them, such as an MPU."""
 
     rank: int
     world_size: int
@@ -270,25 +270,26 @@ def all_ranks(
     note: Callable[[], str] = str,
     check: Callable[[list[Any]], object] | None = None,
 ) -> list[Any]:
-    """Do ``work`` on every rank, whose result must be JSON; then all continue or all raise the same error.
+    """Do ``work`` on every rank; then all continue or all raise the same error ([Note: agreement between ranks]).
 
     Args:
-        note: Returns a line for the message if a rank has died.
-        check: Raises CheckpointError on rank 0 if the results of the ranks do not fit together.
+        work: A function whose result is JSON.
+        note: A function that returns a line for the error if a rank has failed.
+        check: A function that raises CheckpointError on rank 0 if the results of the ranks do not fit together.
 
     Returns:
-        The results of all ranks on rank 0, an empty list elsewhere.
+        The results of all ranks on rank 0, an empty list on the other ranks.
 
     Raises:
-        CheckpointError: with the message of the lowest rank that failed, or the ranks that died.
+        CheckpointError: ``work`` raised on a rank (the message of the lowest one), or a process failed.
     """
     return _round(peers, work, note, check)[1]
 
 
 def deal(peers: Ranks, work: Callable[[], Any], share: Callable[[list[Any]], list[Any]]) -> Any:
-    """Do ``work`` on every rank; return this rank's entry of the list that ``share`` makes of all results on rank 0.
+    """Do ``work`` on every rank; return this rank's entry of the list that ``share`` makes from all results on rank 0.
 
-    Results and entries must be JSON. ``share`` may raise CheckpointError, which all ranks raise then.
+    Results and entries must be JSON. If ``share`` raises CheckpointError, all ranks raise it.
     """
     return _round(peers, work, str, share)[0]
 
@@ -337,7 +338,7 @@ def _round(
 def _verdict(
     reports: list[Any], note: Callable[[], str], check: Callable[[list[Any]], Any] | None
 ) -> tuple[str | None, Any]:
-    """Return on rank 0 why all ranks fail, None if they do not, and what ``check`` returns. A dead rank's is None."""
+    """Return on rank 0 the error of all ranks, or None, and the result of ``check``. A failed rank's report is None."""
     lost = [rank for rank, report in enumerate(reports) if report is None]
     failed = [rank for rank, report in enumerate(reports) if report and report["error"]]
     if lost:
@@ -352,7 +353,7 @@ def _verdict(
 
 
 class _Star:
-    """One round of messages around rank 0, over gloo. A rank that has died sends None."""
+    """One round of messages between rank 0 and the other ranks, over gloo. A failed rank counts as sending None."""
 
     def __init__(self, peers: Ranks) -> None:
         self._size, self._control = peers.world_size, peers.control
@@ -365,12 +366,12 @@ class _Star:
         return found
 
     def tell(self, answers: list[Any]) -> None:
-        """Answer all ranks that have reported, each with its entry."""
+        """Send each rank that has reported its entry of ``answers``."""
         for rank in self._alive:
             self._send(rank, answers[rank])
 
     def ask(self, report: Any) -> Any:
-        """Report to rank 0; return its answer."""
+        """Send a report to rank 0; return the answer."""
         self._send(0, report)
         return self._receive(0)
 
@@ -401,16 +402,17 @@ def _describe(error: BaseException) -> str:
 
 def _lost(ranks: list[int], world_size: int, note: Callable[[], str]) -> str:
     more = note()
-    return f"{names_of(ranks)} of {world_size} died (the connection is closed)" + (f"\n  {more}" if more else "")
+    return f"{names_of(ranks)} of {world_size} failed (the connection is closed)" + (f"\n  {more}" if more else "")
 
 
 # -- signals ----------------------------------------------------------------------------------------------------------
-# torchrun and SLURM send SIGTERM before they kill a job. It reaches ranks at different moments, and some not at all. So
-# each notes its signal, and all ask at the same place of their loop. As in Megatron-LM's dist_signal_handler.py.
+# torchrun and SLURM send SIGTERM before they kill a job. It reaches ranks at different times, and some not at all. So
+# each rank records its signal, and all compare at the same place of the loop, as in Megatron-LM's
+# dist_signal_handler.py.
 
 
 class StopSignal(contextlib.AbstractContextManager["StopSignal"]):
-    """Note signals that ask a job to stop, so that all ranks can save at the same step and end by themselves::
+    """Record signals that ask a job to stop, so that all ranks save at the same step and then end::
 
         with autopar.StopSignal(model.mpu) as stop:
             for step, batch in enumerate(loader):
@@ -422,12 +424,12 @@ class StopSignal(contextlib.AbstractContextManager["StopSignal"]):
     A second signal of the same kind has its usual effect: it ends the process unless other code handles it.
 
     Args:
-        mpu: ``model.mpu``.
-        signals: Numbers of the signals, by default ``signal.SIGTERM``. SLURM sends another one before the end of a job
-            with ``--signal=USR1@120``.
+        mpu: The mesh, ``model.mpu``.
+        signals: The signal numbers, by default ``signal.SIGTERM``. With ``--signal=USR1@120`` SLURM sends another
+            signal before the end of a job.
 
     Raises:
-        ConfigError: not in the main thread, where alone Python handles signals.
+        ConfigError: The thread is not the main thread, the only one in which Python handles signals.
     """
 
     def __init__(self, mpu: MPU, *signals: int) -> None:
@@ -439,17 +441,17 @@ class StopSignal(contextlib.AbstractContextManager["StopSignal"]):
                 self._before[number] = signal.signal(number, self._note)
             except ValueError as error:
                 self.close()
-                raise ConfigError(f"StopSignal: {error}\n  Make it where the training loop is started.") from error
+                raise ConfigError(f"StopSignal: {error}\n  Create it in the main thread.") from error
 
     def requested(self) -> bool:
-        """Return whether any rank has got a signal, identical on every rank. Every rank calls it, once a step."""
+        """Return whether any rank has received a signal. Every rank calls it once per step; the result is identical."""
         flag = torch.tensor([self._got])
         if self._group is not None:
             all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
     def close(self) -> None:
-        """Handle the signals as before."""
+        """Restore the previous handlers of the signals."""
         while self._before:
             signal.signal(*self._before.popitem())
 

@@ -1,15 +1,15 @@
 """Shared parts of the autograd functions of sharded layers: second derivatives, and names in profiler traces.
 
-Collectives are linear, so the backward of each is another one, which can be differentiated in turn: ``copy``'s is
-``reduce``, and the other way round. A function that saves memory or waits next to other work has two backwards: its
-own, and a plain one that is run with ``create_graph=True`` (:func:`any_order`).
+Collectives are linear, so the backward of each is another collective, which is differentiable again: the backward of
+``copy`` is ``reduce``, and vice versa. A function that saves memory or overlaps communication has two backwards: a fast
+one, and a differentiable one for ``create_graph=True`` (:func:`any_order`).
 
-torch's ``once_differentiable`` reports a missing second derivative only to a ``backward()`` that walks into it;
-``torch.autograd.grad`` goes around it and leaves the term out. Without a second backward here, the first one
-with ``create_graph=True`` raises (:func:`single_backward`). torch.func (grad, vmap, jvp) and dual tensors need more of
-an autograd function than a backward: they are refused.
+torch's ``once_differentiable`` raises for a missing second derivative only if ``backward()`` reaches it;
+``torch.autograd.grad`` silently leaves the term out. So a function without a second backward raises in the first one
+with ``create_graph=True`` (:func:`single_backward`). torch.func (grad, vmap, jvp) and dual tensors raise, because they
+need more than a backward.
 
-No name is formatted while no profiler runs: ``record_function`` alone would cost 8 us a call.
+Names are formatted only while a profiler runs: ``record_function`` alone costs 8 us per call.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _listeners: list[Callable[[str], AbstractContextManager[Any]]] = []
 
 
 def is_profiling() -> bool:
-    """Return whether a profiler of torch runs; False in code that torch.compile traces."""
+    """Return whether torch's profiler runs; False in code that torch.compile traces."""
     return getattr(profiler, PROFILER_RUNS, False) and not torch.compiler.is_compiling()
 
 
 def record(name: Callable[..., str], *args: Any) -> AbstractContextManager[Any]:
-    """Give what runs inside the name ``name(*args)``, which is made only while a profiler runs or someone listens."""
+    """Record the block under the name ``name(*args)``, which is formatted only for a profiler or a listener."""
     if _listeners:
         return _listeners[-1](name(*args))
     return profiler.record_function(name(*args)) if is_profiling() else _NOTHING
@@ -46,7 +46,7 @@ def record(name: Callable[..., str], *args: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def listening(listener: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Run what :func:`record` gives a name inside of ``listener(name)``."""
+    """Enter ``listener(name)`` around each block of :func:`record`."""
     _listeners.append(listener)
     try:
         yield
@@ -82,25 +82,25 @@ def _described(name: str, args: tuple[Any, ...]) -> str:
 
 
 def keep_none(ctx: Any) -> None:
-    """Let :func:`any_order` see in this forward's backward that no gradient came: torch makes zeros otherwise."""
-    if type(ctx) is not NoGraph and not torch.compiler.is_compiling():  # a graph has no such gradients
+    """Pass missing gradients to the backward as None instead of zeros, for :func:`any_order`."""
+    if type(ctx) is not NoGraph and not torch.compiler.is_compiling():  # a compiled graph has no missing gradients
         ctx.set_materialize_grads(False)
 
 
 class NoGraph:
-    """Takes the place of autograd's context where no gradient will come back."""
+    """A replacement of autograd's context for calls without a backward."""
 
     def mark_dirty(self, *tensors: torch.Tensor) -> None:
         pass
 
 
 def any_order(again: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Decorate the backward of an autograd function: with ``create_graph=True`` ``again(ctx, *gradients)`` runs.
+    """Decorate the backward of an autograd function so that ``again`` runs with ``create_graph=True``.
 
-    Without any gradient neither runs: the graph is identical on all ranks, and so is the collective that they skip.
+    If all gradients are None, neither runs. The graph is identical on all ranks, so all of them skip the collective.
 
     Args:
-        again: The same gradients, differentiable in the saved tensors and in the gradients.
+        again: A function ``again(ctx, *gradients)`` that is differentiable in the saved tensors and the gradients.
     """
 
     def decorate(backward: _Function) -> _Function:
@@ -118,23 +118,22 @@ def any_order(again: Callable[..., Any]) -> Callable[[_Function], _Function]:
 
 
 def refuse_again(*gradients: Any) -> Any:
-    """Raise ConfigError in the place of a backward that cannot be differentiated again."""
+    """Raise ConfigError instead of a second backward."""
     raise ConfigError(
-        "create_graph=True with context_parallel_size: its ranks exchange rows and states in the backward, and that is "
-        "not\n  differentiated again: a penalty on gradients, a Hessian or a meta-gradient would be another number "
-        "than the plain\n  model's. tensor_parallel_size goes with it, and so do replicas of the whole model."
+        "create_graph=True is not supported with context_parallel_size: exchanges between ranks have no second "
+        "derivative\n  Use tensor_parallel_size or replicas for a penalty on gradients, a Hessian or a meta-gradient."
     )
 
 
 single_backward: Callable[[_Function], _Function] = any_order(refuse_again)
-"""Decorates the backward of an autograd function whose gradients cannot be differentiated again."""
+"""A decorator for the backward of an autograd function without second derivatives."""
 
 
 def refuse_transforms(given: Callable[[], Any]) -> None:
-    """Check that no transform of torch.func and no forward mode runs where ranks exchange tensors.
+    """Check that no transform of torch.func and no forward-mode derivative runs where ranks exchange tensors.
 
     Raises:
-        ConfigError: a transform runs, or a tensor in ``given()`` has a tangent; on every rank that calls it.
+        ConfigError: A transform runs, or a tensor in ``given()`` has a tangent. Raised on every rank that calls it.
     """
     if not is_transformed():
         return
@@ -142,13 +141,13 @@ def refuse_transforms(given: Callable[[], Any]) -> None:
     if is_functorch_active() or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise ConfigError(
             "torch.func (grad, vmap, jvp, ...) and dual tensors are not supported on a sharded model.\n"
-            "  Use loss.backward() or torch.autograd.grad (create_graph=True works), for one sample at a time; or\n"
-            "  replicas of the full model."
+            "  Use loss.backward() or torch.autograd.grad (create_graph=True works) for each sample, or replicas of\n"
+            "  the full model."
         )
 
 
 def is_watched(x: torch.Tensor) -> bool:
-    """Return whether a dispatch mode sees what operations return, and may keep it, as selective checkpointing does."""
+    """Return whether a dispatch mode may keep the results of operations, as selective checkpointing does."""
     if x.is_meta or torch.compiler.is_compiling():
         return False
     modes = dispatch_modes()

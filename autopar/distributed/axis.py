@@ -1,4 +1,4 @@
-"""Axis: one dimension of the mesh as a rank sees it; the sizes of all; and what functions accept as ``group``."""
+"""One axis of the mesh as a rank sees it, the sizes of the mesh, and the argument ``group`` of functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.swap import NotCopied
 
 
 class MeshSizes(NamedTuple):
-    """Sizes of the axes, which also checkpoints without a process group tell."""
+    """The sizes of the axes of a mesh, in a job or a checkpoint."""
 
     tp: int = 1
     pp: int = 1
@@ -24,7 +24,7 @@ class MeshSizes(NamedTuple):
     cp: int = 1
 
     def in_words(self) -> str:
-        """Return the sizes by the names that they have in a config, context parallelism's if there is any."""
+        """Return the sizes by their names in the config; context parallelism only if it is used."""
         cp = f"context_parallel_size={self.cp}, " if self.cp > 1 else ""
         return f"tensor_parallel_size={self.tp}, {cp}pipeline_parallel_size={self.pp}, data-parallel size {self.dp}"
 
@@ -32,19 +32,20 @@ class MeshSizes(NamedTuple):
 class Axis(NotCopied):
     """One axis of the mesh as this rank sees it: the process group, this rank's place in it, and its size.
 
-    Copying an axis (``copy.deepcopy`` of a parallelized model) gives the same axis: process groups cannot be copied.
+    Copying an axis (``copy.deepcopy`` of a parallelized model) returns the same axis: process groups cannot be copied.
 
     Attributes:
         name: ``tp``, ``cp``, ``dp``, ``pp``, or the name of a joined axis.
-        group: Process group; None: a dry run, which sends nothing.
-        ranks: Global ranks of the axis.
-        rank: Place of this rank among them.
-        size: Number of ranks.
-        one_each: Layout of one element for each rank.
-        explain: Function that names the failed rank when a collective failed (None: no rank); set by ``initialize``.
-        transport: Carrier of a feature for collectives of tensors on the CPU; None: the process group carries all.
-        reduce_dtype: Dtype in which tensors of half precision are summed; None: their own.
-        read_timeout: Seconds that a rank which reads a lazily gathered tensor waits for the other ranks to read it.
+        group: The process group; None in a dry run, which does not communicate.
+        ranks: The global ranks of the axis.
+        rank: The index of this rank among them.
+        size: The number of ranks.
+        one_each: The layout of one element for each rank.
+        explain: A function that returns the error for a failed collective, with the failed rank, or None; set by
+            ``initialize``.
+        transport: A feature's transport for collectives of CPU tensors; None for the process group.
+        reduce_dtype: The dtype in which half-precision tensors are summed; None for their dtype.
+        read_timeout: The seconds that a rank waits for the other ranks when it reads a lazily gathered tensor.
     """
 
     __slots__ = (
@@ -65,13 +66,13 @@ class Axis(NotCopied):
         self.read_timeout = 20.0
 
     def widened(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` in the dtype in which it is summed over the axis: itself, or a copy of a half tensor."""
+        """Return ``x`` in the dtype of sums over the axis: ``x`` itself, or a converted copy of a half tensor."""
         dtype = self.reduce_dtype
         return x if dtype is None or not x.is_floating_point() or x.itemsize >= dtype.itemsize else x.to(dtype)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, name: str = "tp") -> Axis:
-        """Make the axis of a bare process group."""
+        """Make an axis from a process group."""
         return cls(name, group, dist.get_process_group_ranks(group), dist.get_rank(group))
 
     def __repr__(self) -> str:
@@ -79,21 +80,20 @@ class Axis(NotCopied):
 
 
 class HasTensorAxis(Protocol):
-    """An :class:`~autopar.distributed.mesh.MPU`, as far as this low row has to know it."""
+    """An :class:`~autopar.distributed.mesh.MPU`, reduced to the attribute that this module needs."""
 
     tp: Any  # an Axis
 
 
 Group = dist.ProcessGroup | HasTensorAxis | Axis
-"""A process group, an MPU (its tensor-parallel axis is meant), or an axis of an MPU."""
+"""A process group, an MPU (for its tensor-parallel axis), or an axis of an MPU."""
 
 
 def axis_of(group: Group | None) -> Axis:
-    """Return the axis that ``group`` means.
+    """Return the axis of ``group``. None raises, because the world is rarely the tensor-parallel group.
 
     Raises:
-        ConfigError: it is none of the three, or a process group without this rank. No default exists: the world is a
-            tensor-parallel group only by accident.
+        ConfigError: ``group`` has another type, or is a process group without this rank.
     """
     if isinstance(group, Axis):
         return group
@@ -105,16 +105,16 @@ def axis_of(group: Group | None) -> Axis:
     outsider: object = dist.GroupMember.NON_GROUP_MEMBER
     if group is outsider:
         raise ConfigError(f"group: global rank {dist.get_rank()} is not a member of this process group")
-    raise ConfigError(f"group must be a torch ProcessGroup or an MPU, not {type(group).__name__}")
+    raise ConfigError(f"group must be a torch ProcessGroup or an MPU, got {type(group).__name__}")
 
 
 def device_of(axis: Axis) -> torch.device:
-    """Return where the tensors of this axis live: this process's GPU under nccl, else the CPU."""
+    """Return the device of the axis's tensors: the GPU of this process with nccl, otherwise the CPU."""
     return device_of_group(axis.group)
 
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return where tensors of a group (by default the world) live: as :func:`device_of`."""
+    """Return the device of a group's tensors (by default the world's), as :func:`device_of`."""
     if in_fake_world():
         return torch.device("meta")
     found = accelerator()

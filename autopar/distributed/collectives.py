@@ -1,6 +1,4 @@
-"""Autograd collectives over one axis of the mesh: the path of the activations of a tensor-parallel layer.
-
-The first functions are the collectives without autograd, which the autograd functions call.
+"""Collectives over one axis of the mesh, without and with autograd, for activations of tensor-parallel layers.
 
 | function             | forward                    | backward                    | Megatron-LM (mappings.py)         |
 |----------------------|----------------------------|-----------------------------|-----------------------------------|
@@ -14,14 +12,12 @@ The first functions are the collectives without autograd, which the autograd fun
 | ``sum_replicas``     | identity on a weight       | sum over the ranks that hold the same units | -                 |
 
 The convention follows Shoeybi et al., "Megatron-LM" (2019), section 3: after ``reduce`` or ``gather`` every rank
-computes the same thing from the same values, so the backward of ``reduce`` is the identity and not another sum
-(that is where ``torch.distributed.nn`` differs and gives gradients ``size`` times too large).
+computes the same result from the same values, so the backward of ``reduce`` is the identity and not another sum
+(``torch.distributed.nn`` sums, so its gradients are ``size`` times too large).
 
-All are linear, and the backward of each is another one of them, so derivatives of any order go through them.
-
-On the meta device the collectives compute shapes and communicate nothing: a dry run needs no process group.
-
-None of these mutates its input except ``reduce_``, which is for a matmul output that nothing else has seen.
+All of them are linear, and the backward of each is another one, so they support derivatives of any order. On the meta
+device they compute shapes without communication, so a dry run needs no process group. Only ``reduce_`` mutates its
+input, which must be a matmul output that nothing else uses.
 """
 
 from __future__ import annotations
@@ -50,11 +46,11 @@ from autopar.layout import Block, Layout, even_shards
 
 
 class _Running(threading.local):
-    """The tape on which a feature keeps results of collectives in this thread, as autograd's threads recompute.
+    """The tape of this thread, on which a feature keeps results of collectives for recomputation.
 
     Attributes:
-        tape: Object that takes each result (``note(name, x)``), or writes an earlier one and returns True
-            (``plays(name, x)``); None: nothing is kept.
+        tape: An object with ``note(name, x)``, which keeps a result, and ``plays(name, x)``, which writes an earlier
+            result and returns True; None: nothing is kept.
     """
 
     tape: Any = None
@@ -64,16 +60,16 @@ running = _Running()
 
 
 def note_on_meta(name: str, x: torch.Tensor, shape: Sequence[int] | None = None) -> None:
-    """Let a dry run's tape keep ``x``, or a tensor like it of another shape, as the collective would."""
+    """Keep ``x``, or a tensor of its kind with another shape, on a dry run's tape, as the collective would."""
     if running.tape is not None:
         running.tape.note(name, x if shape is None else x.new_empty(shape))
 
 
 def run(collective: Callable[..., Any], axis: Axis, *args: Any, kept: bool = True) -> None:
-    """Run one of ``gloo_collectives``, which writes ``args[0]``; if a rank failed, the error names it and its reason.
+    """Run one of ``gloo_collectives``, which writes ``args[0]``. If a rank failed, the error names it and its reason.
 
-    The recomputation of a block that keeps its collectives reads them from a tape; but for messages between two ranks
-    (``kept=False``), which a recomputation sends again.
+    The recomputation of a block that keeps its collectives reads the result from a tape. Messages between two ranks
+    are not kept (``kept=False``) but sent again.
     """
     tape, name = running.tape if kept else None, getattr(collective, "__name__", "")
     if tape is not None and tape.plays(name, args[0]):
@@ -101,7 +97,7 @@ def even_layout(size: int, parts: int, dim: int = 0) -> Layout:
 
 
 def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum over the axis, out of place. Never in place: autograd may hand the same gradient to two branches."""
+    """Sum over the axis, out of place, because autograd may pass the same gradient to two branches."""
     x = x.clone(memory_format=torch.contiguous_format)
     sum_in_place(x, axis)
     return x
@@ -119,7 +115,7 @@ def sum_in_place(x: torch.Tensor, axis: Axis) -> None:
 
 
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
-    """Begin to sum a contiguous ``x`` over the axis in place, by its process group; call the result to wait for it."""
+    """Start to sum a contiguous ``x`` over the axis in place; call the returned function to wait."""
     wide = axis.widened(x)
     try:
         work = dist.all_reduce(wide, group=axis.group, async_op=True)
@@ -138,7 +134,7 @@ def start_all_reduce(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
 
 
 def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = None) -> torch.Tensor:
-    """All-gather shards along ``dim`` (the layout's), no autograd. Padded if uneven: gloo has no uneven all-gather."""
+    """All-gather shards along ``dim`` (default: the layout's), without autograd. Uneven shards are padded for gloo."""
     dim = layout.dim if dim is None else dim
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
     if axis.group is None:
@@ -168,7 +164,7 @@ def extremes_over(axis: Axis, numbers: Sequence[int]) -> tuple[list[int], list[i
 
 
 def exchange(sent: Sequence[Sequence[torch.Tensor]], due: Sequence[Sequence[torch.Tensor]], axis: Axis) -> None:
-    """Send tensors to each rank, and fill those that are due from each, of any dtypes: one all-to-all of bytes."""
+    """Send tensors to each rank, and fill the tensors that are due from each rank, in one all-to-all of bytes."""
     assert axis.group is not None
     device = device_of(axis)
     flat = [t.detach().contiguous().view(-1).view(torch.uint8) for tensors in sent for t in tensors]
@@ -182,7 +178,7 @@ def exchange(sent: Sequence[Sequence[torch.Tensor]], due: Sequence[Sequence[torc
 
 
 def sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    """Add the shards of all ranks into a full tensor; where several ranks hold the same units, they add up."""
+    """Add the shards of all ranks into a full tensor. Units that several ranks hold are summed."""
     full = shard.new_zeros(_resized(shard, dim, layout.size))
     layout.write(full, shard, axis.rank, dim)
     sum_in_place(full, axis)
@@ -190,7 +186,7 @@ def sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> tor
 
 
 def owned(part: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    """Return a gradient with zeros where a lower rank holds the same units: they are summed later."""
+    """Return a gradient with zeros for units that a lower rank holds too, because they are summed later."""
     if not layout.replicated:
         return part
     mask = torch.zeros_like(part)
@@ -206,7 +202,7 @@ def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
 
 
 def reduce_scattered(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None = None) -> torch.Tensor:
-    """Sum over the axis and keep this rank's part of ``dim``: an even one, or ``layout``'s, padded on the way."""
+    """Sum over the axis and keep this rank's shard along ``dim``, an even one or by ``layout`` (sent with padding)."""
     layout = layout or even_layout(x.shape[dim], axis.size)
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
     wide = axis.widened(x[:0])
@@ -227,7 +223,7 @@ def reduce_scattered(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | Non
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
-    """Overwrite a contiguous ``x`` by the axis's rank ``source``'s, no autograd."""
+    """Broadcast a contiguous ``x`` from rank ``source`` of the axis in place, without autograd."""
     if axis.size > 1:
         run(gloo_collectives.broadcast, axis, x, axis.ranks[source])
 
@@ -235,7 +231,7 @@ def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
 def exchanged(
     x: torch.Tensor, axis: Axis, output_splits: list[int] | None, input_splits: list[int] | None
 ) -> torch.Tensor:
-    """Exchange rows of dim 0, no autograd: see :func:`all_to_all`."""
+    """Exchange rows of dim 0, without autograd; see :func:`all_to_all`."""
     rows = x.shape[0] if output_splits is None else sum(output_splits)
     out = x.new_empty(rows, *x.shape[1:])
     if axis.group is None:
@@ -256,9 +252,9 @@ def _linear(
     forward_name: str = "",
     backward_name: str = "",
 ) -> Any:
-    """Make an autograd function of functions of a tensor, an axis, and further arguments; the names are for profilers.
+    """Make an autograd function from functions of a tensor, an axis and further arguments; names are for profilers.
 
-    ``forward`` and ``backward`` run without autograd; ``again`` is the backward that is differentiated in turn.
+    ``forward`` and ``backward`` run without autograd. ``again`` is the differentiable backward.
     """
     forward = named_collective(forward_name)(forward) if forward_name else forward
     backward = named_collective(backward_name)(backward) if backward_name else backward
@@ -299,7 +295,7 @@ def _owned_again(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch
 
 
 def _joined(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    """Join shards; of units that several ranks hold each has a part of the sum."""
+    """Join shards. For units that several ranks hold, each of them has a part of the sum."""
     return sum_shards(x, axis, layout, dim) if layout.replicated else all_gather(x, axis, layout, dim)
 
 
@@ -339,25 +335,25 @@ def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tens
         refuse_transforms(lambda: x)
     if x.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = function.apply(x, axis, *args)
-    else:  # as autograd would, without its cost
+    else:  # without the cost of autograd
         result = function.forward(NoGraph(), x, axis, *args)
     return result
 
 
 def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Enter a sharded region: identity forward, gradients of all ranks summed backward. Any shape."""
+    """Enter a sharded region: identity in the forward, sum of all ranks' gradients in the backward. Any shape."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return _apply(_Copy, x, axis)
 
 
 def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Leave a sharded region: sum over the axis forward, identity backward. Any shape; ``x`` is kept as it was."""
+    """Leave a sharded region: sum over the axis in the forward, identity in the backward. Any shape, out of place."""
     return _apply(_Reduce, x, axis)
 
 
 def reduce_(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Reduce in place, like :func:`reduce`, a contiguous matmul output that nothing has saved."""
+    """Reduce like :func:`reduce`, but in place; ``x`` must be a contiguous matmul output that nothing has saved."""
     return _apply(_Reduce if torch.is_grad_enabled() and is_watched(x) else _ReduceInPlace, x, axis)
 
 
@@ -377,8 +373,8 @@ def gather_sum(
     """All-gather ``[..., n/axis] -> [..., n]`` into a sharded region; backward is a reduce-scatter.
 
     Args:
-        layout: Layout of ``n``; by default every rank has as much as this one.
-        gathered: Result of the all-gather, where it is known already.
+        layout: The layout of ``n``; by default all shards have this rank's size.
+        gathered: The result of the all-gather, if known already.
     """
     return _apply(_GatherSum, x, axis, dim, layout or even_layout(x.shape[dim] * axis.size, axis.size), gathered)
 
@@ -396,17 +392,17 @@ def all_to_all(
 
 
 def sum_replicas(weight: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
-    """Use a weight whose units are replicated: its *incoming* gradient is summed over the ranks that hold the same.
+    """Return a weight whose incoming gradient is summed over the ranks that hold the same units.
 
-    Summing the incoming and not the accumulated gradient keeps gradient accumulation right: a sum after the second
-    micro-batch would count the first one again.
+    The incoming gradient is summed, not the accumulated one: a sum after the second micro-batch would count the first
+    one again.
     """
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return weight
     return _apply(_SumReplicas, weight, axis, layout)
 
 
-# -- the table: forward, backward, the backward of the backward --------------------------------------------------------
+# -- forward, backward, and backward of the backward -------------------------------------------------------------------
 
 _EXIT, _ENTRY = "exit of a sharded region", "gradient at the entry of a sharded region"
 _Copy = _linear("_Copy", _as_view, all_reduce, reduce, "", f"all-reduce: {_ENTRY}")

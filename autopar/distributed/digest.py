@@ -1,4 +1,4 @@
-"""Digests of tensors, text and bytes: small numbers that ranks compare, so that they send only data that differs."""
+"""Digest tensors, text and bytes to small numbers, which ranks compare instead of the data."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
 
 _SMALL = 1 << 16  # bytes on the CPU up to which hashing costs less than summing
-_BITS = 62  # an int64, with room for its negative
+_BITS = 62  # fits into an int64, also when negated
 
 
 def of_text(text: str | bytes) -> int:
-    """Hash text or bytes to a number of 62 bits, the same in every process."""
+    """Hash text or bytes to a number of 62 bits that is equal in every process."""
     data = text.encode() if isinstance(text, str) else text
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> (64 - _BITS)
 
 
 def of_tensor(tensor: torch.Tensor) -> int:
-    """Digest a tensor's bits in their order to a number of 62 bits. Shape and dtype do not count."""
+    """Digest a tensor's bits to a number of 62 bits that ignores shape and dtype."""
     if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= _SMALL:
         return of_text(_bytes(tensor))
     plain, placed = checksum(tensor).tolist()
@@ -39,9 +39,9 @@ def of_tensor(tensor: torch.Tensor) -> int:
 
 
 def of_values(value: Any) -> int:
-    """Digest the bits of all tensors in nested mappings, lists and tuples, in their order; nothing else counts."""
+    """Digest the bits of all tensors in nested mappings, lists and tuples, in order."""
     digests = [
-        of_tensor(entry.to_local() if isinstance(entry, DTensor) else entry)  # no further call for each
+        of_tensor(entry.to_local() if isinstance(entry, DTensor) else entry)  # inlined, because it runs for each tensor
         for _, entry in leaves(value)
         if isinstance(entry, torch.Tensor) and not entry.is_meta
     ]
@@ -70,7 +70,7 @@ def hexdigest(tensor: torch.Tensor) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor's bits as integers, once plainly and once by their place. ``[2]`` on its device."""
+    """Sum a tensor's bits as integers, unweighted and weighted by their place. ``[2]`` on its device."""
     bits = _bits(tensor)
     rows = bits[: bits.numel() // 257 * 257].view(-1, 257).sum(0, dtype=torch.int64)  # 257 interleaved sums
     weights = torch.arange(1, 258, device=rows.device)
@@ -81,7 +81,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor's bits as integers: ``[]`` int64, the same on any device; of unequal tensors practically never."""
+    """Sum a tensor's bits as integers. The sum (``[]`` int64) is equal on any device and almost surely unique."""
     return _bits(tensor).sum(dtype=torch.int64)
 
 
@@ -92,7 +92,7 @@ def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def extremes(numbers: Sequence[int], group: Any) -> tuple[list[int], list[int]]:
-    """Return the largest and the smallest of each number over a group: where they are equal, all ranks agree."""
+    """Return the largest and the smallest of each number over a group. If they are equal, all ranks agree."""
     pair = torch.tensor([list(numbers), [-number for number in numbers]], device=device_of_numbers(group))
     all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = pair.tolist()
@@ -100,18 +100,18 @@ def extremes(numbers: Sequence[int], group: Any) -> tuple[list[int], list[int]]:
 
 
 def number_groups_alike(group: Any) -> None:
-    """Let the ranks of a group give the next process group one name, or each would time out.
+    """Make the ranks of a group choose the same name for the next process group; otherwise they would time out.
 
-    Since torch 2.14 the name also counts groups that only some ranks have made (``use_local_synchronization``).
+    Since torch 2.14 the number in the name includes groups that only some ranks make (``use_local_synchronization``).
     """
     number_of_next_group(extremes([number_of_next_group()], group)[0][0])
 
 
 def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
-    """Broadcast rank 0's weights where they differ; return the names of these. A collective of the world.
+    """Broadcast rank 0's weights where they differ, and return their names. A collective of the world.
 
-    Ranks whose weights agree exchange one checksum for each tensor. They go by name: some models register
-    buffers in the order of a set, which differs between processes.
+    Ranks compare one checksum per tensor. Tensors are sorted by name, because some models register buffers in the
+    order of a set, which differs between processes.
     """
     hollow = without_memory(model)
     tensors = {
@@ -132,13 +132,13 @@ def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
     for name in different:
         tensor = tensors[name][tuple(slice(0, 1) if step == 0 else slice(None) for step in tensors[name].stride())]
         staged = tensor.to(mpu.device, copy=True, memory_format=torch.contiguous_format)
-        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
+        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # as bytes: gloo does not support every dtype
         tensor.copy_(staged)  # an expanded buffer has one element where its stride is 0
     return different
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bits as integers, flat; 64-bit ones where that is possible, of which sums are fastest."""
+    """Return a tensor's bits as a flat integer tensor, with 64 bits if possible, because these sums are fastest."""
     flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().reshape(-1).contiguous()
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
@@ -150,6 +150,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    # A copy: a storage that numpy has seen can no longer be resized, which FSDP does to its parameters.
+    # A copy: FSDP resizes the storage of its parameters, which fails after numpy has seen it.
     data = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).view(-1)
     return data.view(torch.uint8).numpy().tobytes()

@@ -1,14 +1,14 @@
-"""The failure log: the reports of failed ranks, for the ranks that waited for them.
+"""The failure log: reports of failed ranks, for the ranks that wait for them.
 
-A collective that fails says "connection closed by peer" or that time ran out: neither who, nor why. So every rank
-announces its process at the start, and a rank that fails publishes the reason in torch.distributed's key-value store,
-which under torchrun lives in the launcher and outlives every rank. A rank that times out looks for processes that have
-ended (on its own machine that is certain) and reads the reports of the other ranks.
+The error of a failed collective, "connection closed by peer" or a timeout, names neither the failed rank nor the
+reason. So every rank registers its process at the start, and a failed rank publishes the reason in torch.distributed's
+key-value store, which torchrun's launcher keeps alive. A rank that times out looks for processes that have ended
+(reliable only on its machine) and reads the reports of the other ranks.
 
-``execute_pipeline``, ``generate`` and ``optimizer.step()`` publish their errors themselves. In a user's own loop only
-Python's hook for uncaught exceptions runs. It belongs to the process, so this module keeps the logs of all models. An
-error of autopar ends in its sentence, also in torchrun's error file: frames of autopar and torch are hidden
-(``AUTOPAR_TRACEBACK=full`` shows them), and where every rank raises the same, rank 0 alone prints all of it.
+``execute_pipeline``, ``generate`` and ``optimizer.step()`` publish their errors. In the user's loop Python's hook for
+uncaught exceptions does it. There is one hook per process, so this module keeps the logs of all models. An uncaught
+error of autopar is printed as its message, also in torchrun's error file. Frames of autopar and torch are hidden
+(``AUTOPAR_TRACEBACK=full`` shows them). If every rank raises the same error, only rank 0 prints the full message.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from autopar.distributed.process import Process, end_after_gloo
 from autopar.errors import AutoparError, PipelineError, first_line
 from autopar.swap import NotCopied
 
-GRACE = 3.0  # seconds that a rank is given to publish why it failed
-_GRACE_AFTER_DEATH = 1.0  # seconds for the other ranks, once some process is known to have ended; and for the store
+GRACE = 3.0  # seconds to wait for the report of a failed rank
+_GRACE_AFTER_DEATH = 1.0  # seconds to wait once a process is known to have ended; also for the store
 _RECENT = 60.0  # seconds after which a report is quoted with its age
 _LONGEST = 4000  # characters of a report
-# In torch's words for a lost peer.
+# The words in torch's errors for a lost peer.
 _LOST = re.compile(
     r"gloo/|NCCL error|ncclUnhandled|ncclRemote|pair closure|Timed out waiting|Broken pipe|"
     r"Connection (closed|reset) by peer|Connection refused"
@@ -50,13 +50,13 @@ _LOST = re.compile(
 
 
 class FailureLog(NotCopied):
-    """Failure reports of all ranks of one model. Collective: one object exchange over the world.
+    """The failure reports of all ranks of one model. The constructor is a collective of the world.
 
     Args:
-        timeout: Seconds that a collective inside of :meth:`deadline` waits.
+        timeout: The seconds that a collective inside of :meth:`deadline` waits.
 
     Attributes:
-        name: Prefix of the model's keys in the store, identical on all ranks.
+        name: The prefix of the model's keys in the store, identical on all ranks.
     """
 
     def __init__(self, mpu: MPU, timeout: float) -> None:
@@ -67,34 +67,34 @@ class FailureLog(NotCopied):
             dist.all_gather_object(everyone, mine, group=mpu.control)
         destroy_dropped([numbers for _, _, numbers in everyone])
         self._processes = [process for process, _, _ in everyone]
-        self.name = everyone[0][1]  # of this log, the same on all ranks and in no other one
+        self.name = everyone[0][1]  # unique for this log, identical on all ranks
         self._store = PrefixStore(f"autopar failures {self.name}", default_store())
         self._published = False
-        self.in_deadline = False  # whether collectives are limited to ``timeout``
-        self._found: tuple[int, list[Any]] = (-1, [])  # backends of so many groups
-        self._store_lost = False  # it no longer answers
+        self.in_deadline = False  # True while collectives are limited to ``timeout``
+        self._found: tuple[int, list[Any]] = (-1, [])  # number of groups, and their backends
+        self._store_lost = False  # True once the store no longer answers
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
     def publish(self, text: str, *, pending: bool = False) -> None:
-        """Publish why this rank fails; ``pending``: it still reads other reports."""
+        """Publish the reason why this rank fails; ``pending``: True if it still reads other reports."""
         self._published = True
         report = f"{'?' if pending else '!'}{time.time():.0f} {text[:_LONGEST]}"
         self._ask(lambda: self._store.set(str(self.mpu.rank), report))
 
     def publish_error(self, error: BaseException) -> None:
-        """Publish this error, if nothing was published since :meth:`clear`."""
+        """Publish this error, unless a report was published since :meth:`clear`."""
         if not self._published and self.mpu.world_size > 1:
             self.publish(str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}")
 
     def clear(self) -> None:
-        """Delete the report of this rank: training continues."""
+        """Delete the report of this rank, because training continues."""
         if self._published:
             self._ask(lambda: self._store.set(str(self.mpu.rank), ""))
             self._published = False
 
     def read(self, rank: int) -> tuple[str, bool, float]:
-        """Read the last report of a rank ("": none), whether it still reads other reports, and the report's age."""
+        """Return a rank's last report (``""`` if none), whether it is pending, and its age in seconds."""
         key = str(rank)
         found = self._ask(lambda: self._store.get(key).decode(errors="replace") if self._store.check([key]) else "")
         if not found:
@@ -103,11 +103,11 @@ class FailureLog(NotCopied):
         return text, found[0] == "?", time.time() - float(when)
 
     def has_ended(self, rank: int) -> bool:
-        """Check whether the process of a rank has certainly ended."""
+        """Return whether the process of a rank has certainly ended."""
         return self._processes[rank].is_alive() is False
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """Return the store's answer; None if its process has ended or does not answer: then it is not queried again."""
+        """Query the store; return None, now and in later calls, if its process has ended or does not answer."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -122,9 +122,9 @@ class FailureLog(NotCopied):
         return answers[0] if answers else None
 
     def describe(self, ranks: Iterable[int]) -> str:
-        """Describe ``ranks``, which did not come, and all whose process has ended: indented lines.
+        """Describe the missing ``ranks``, and all ranks whose process has ended, in indented lines.
 
-        Ranks that have published nothing get :data:`GRACE` seconds, those whose report is pending a little more.
+        Wait :data:`GRACE` seconds for ranks without a report, and a little longer for pending reports.
         """
         asked = [rank for rank in ranks if rank != self.mpu.rank]
         start = time.monotonic()
@@ -142,13 +142,13 @@ class FailureLog(NotCopied):
         for rank, (text, unfinished, age) in reports.items():
             if rank in ended:
                 lines.append(f"rank {rank} has ended: its process {self._processes[rank].pid} is gone.")
-            if text and not (unfinished and (ended or silent)):  # they know no more than this one
+            if text and not (unfinished and (ended or silent)):  # a pending report adds nothing
                 ago = f" {age:.0f} s ago" if age > _RECENT else ""
                 lines.append(f"rank {rank} said{ago}: " + text.replace("\n", "\n    "))
         if silent and not ended:
             names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
             lines.append(f"{names} said nothing: hanging, late, or ended on another machine.")
-        return "\n".join(f"  {line}" for line in lines) or "  Its own log tells why."
+        return "\n".join(f"  {line}" for line in lines) or "  See its log for the reason."
 
     # -- errors of collectives -------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class FailureLog(NotCopied):
         return PipelineError(text)
 
     def failure_of(self, error: RuntimeError, collective: str, ranks: Sequence[int]) -> PipelineError | None:
-        """Return :meth:`failure` if ``error`` of a collective means that a rank of it is lost; else None."""
+        """Return :meth:`failure` if ``error`` of a collective means that one of its ranks is lost, otherwise None."""
         if set(ranks) <= {self.mpu.rank} or not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
             return None
         return self.failure(
@@ -168,7 +168,7 @@ class FailureLog(NotCopied):
         )
 
     def failure_of_layer(self, error: RuntimeError, axis: str, ranks: Sequence[int]) -> PipelineError | None:
-        """Return :meth:`failure_of` a layer's collective, unless a call around it will say more."""
+        """Return :meth:`failure_of` for a layer's collective, or None inside of a call with a better error."""
         names = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
         kind = f"{names[axis]}-parallel" if axis in names else axis
         article = "an" if kind[0] in "aeiou" else "a"
@@ -176,7 +176,7 @@ class FailureLog(NotCopied):
 
     @contextlib.contextmanager
     def blame(self, collective: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Raise a PipelineError that names the collective, and the rank that failed, where one of ``ranks`` fails."""
+        """Raise a PipelineError that names the collective and the failed rank if one of ``ranks`` fails."""
         try:
             yield
         except PipelineError:
@@ -189,15 +189,16 @@ class FailureLog(NotCopied):
 
     @contextlib.contextmanager
     def wait(self, collective: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Limit a collective to ``timeout`` seconds, and name it: :meth:`deadline` and :meth:`blame`."""
+        """Combine :meth:`deadline` and :meth:`blame` for a collective."""
         with self.deadline(), self.blame(collective, ranks):
             yield
 
     @contextlib.contextmanager
     def deadline(self) -> Iterator[None]:
-        """Limit collectives inside to ``timeout`` seconds instead of torch's own timeout, and publish errors.
+        """Limit the collectives in the block to ``timeout`` seconds instead of torch's timeout, and publish errors.
 
-        ``StopIteration`` is none. One thread at a time may use it: the timeouts belong to the process groups.
+        ``StopIteration`` is not an error. Only one thread may use it at a time, because process groups have the
+        timeouts.
         """
         if self.in_deadline or self.mpu.world_size == 1:
             yield
@@ -220,7 +221,7 @@ class FailureLog(NotCopied):
                 set_timeout(backend, timeout)
 
     def _backends(self) -> list[Any]:
-        """Backends of the mesh's groups, of those made for stages that share weights, and of the world's."""
+        """Return the backends of the mesh's groups, of groups of stages that share weights, and of the world."""
         if self._found[0] != len(self.mpu._owned):
             backends = (each for group in (default_group(), *self.mpu._owned) for each in backends_of(group))
             inner = [getattr(each, "wrapped_pg", each) for each in backends]  # TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -235,14 +236,14 @@ def waiting(mpu: MPU, collective: str, ranks: Sequence[int]) -> Iterator[None]:
         yield
 
 
-_HIDDEN = ("autopar", "torch")  # packages whose frames an error of autopar does not show
-_HEAD_START = 1.0  # seconds: torchrun ends all ranks with the first, and rank 0 has the most to print
+_HIDDEN = ("autopar", "torch")  # packages whose frames are hidden in an error of autopar
+_HEAD_START = 1.0  # seconds for rank 0 to print first, because torchrun ends all ranks when the first one ends
 
 _logs: weakref.WeakSet[FailureLog] = weakref.WeakSet()
 
 
 def publish_uncaught(failures: FailureLog) -> None:
-    """Publish in this failure log, from now on, the exception that ends this process."""
+    """Publish the exception that ends this process in this failure log."""
     if failures.mpu.world_size > 1:
         _logs.add(failures)
         shorten_uncaught()
@@ -250,7 +251,7 @@ def publish_uncaught(failures: FailureLog) -> None:
 
 
 def shorten_uncaught() -> None:
-    """Let errors of autopar that end this process end in a sentence, from now on."""
+    """Print only the message of an error of autopar that ends this process."""
     if getattr(sys.excepthook, "_autopar", False):
         return
     before = sys.excepthook
@@ -280,10 +281,10 @@ def _publish(failures: FailureLog, error: BaseException) -> None:
 
 
 def _shorten(error: AutoparError, trace: TracebackType | None) -> TracebackType | None:
-    """Strip from an error that ends the process what only developers of autopar read; return its traceback."""
+    """Strip details for developers of autopar from an error that ends the process; return its traceback."""
     cause = error.__cause__
     if error.told_by_rank_0:
-        error.args, error.__notes__, trace = (f"{first_line(error)} (rank 0 prints all of it)",), [], None
+        error.args, error.__notes__, trace = (f"{first_line(error)} (rank 0 prints the full message)",), [], None
     elif cause is not None and str(getattr(cause, "strerror", None) or first_line(cause)) not in str(error):
         error.add_note(f"  Caused by {type(cause).__name__}: {first_line(cause)}")
     trace = _of_the_user(trace)
@@ -302,7 +303,7 @@ def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
-    """Write the sentence of an error to torchrun's error file, unless the script's own ``@record`` has."""
+    """Write the message of an error to torchrun's error file, unless the script uses ``@record``."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or not isinstance(error, Exception) or Path(file).exists():
         return

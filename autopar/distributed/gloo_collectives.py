@@ -1,9 +1,8 @@
-"""Collectives of CPU tensors over gloo, with short waits that do not sleep.
+"""Collectives of CPU tensors over gloo, which poll for a short time before they sleep.
 
-gloo works in another thread, and to sleep until it is done takes longer than the work. So the caller asks for a
-while whether it is, giving the core to other processes, before it sleeps. Not where a machine has more ranks than
-cores: there it would take them from ranks that compute. Tensors on GPUs, other backends, and graphs of torch.compile
-get torch's own waits.
+gloo works in another thread, and waking up from a sleep takes longer than a small collective. So the caller first polls
+for a short time, and yields the core between polls. It does not poll if the machine has more ranks than cores, because
+other ranks need the core. GPU tensors, other backends and graphs of torch.compile use torch's waits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from autopar.compat.c10d import default_group, in_fake_world
 
 _CROWDED = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > (os.cpu_count() or 1)
-_POLL = 0.0 if _CROWDED else 1e-3  # seconds; who waits longer sleeps, and leaves the core to another rank
+_POLL = 0.0 if _CROWDED else 1e-3  # seconds to poll before sleeping
 
 
 def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
@@ -34,7 +33,7 @@ def all_gather_into_tensor(out: torch.Tensor, x: torch.Tensor, group: dist.Proce
 
 
 def reduce_scatter_tensor(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``x``, ``[ranks * n]``, over the group; ``out``, ``[n]``, gets this rank's part of it. Both contiguous."""
+    """Sum ``x``, ``[ranks * n]``, over the group and write this rank's shard into ``out``, ``[n]``; both contiguous."""
     if out.numel():
         finish(dist.reduce_scatter_single(out.detach(), x.detach(), group=group, async_op=_is_gloo(x, group)))
 
@@ -47,19 +46,19 @@ def all_to_all_single(
     *,
     group: dist.ProcessGroup,
 ) -> None:
-    """Exchange rows of dim 0, as torch's does."""
+    """Exchange rows of dim 0, as torch's function of the same name."""
     polled = _is_gloo(x, group)
     finish(dist.all_to_all_single(out, x, output_splits, input_splits, group=group, async_op=polled))
 
 
 def broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Overwrite a contiguous ``x`` by the global rank ``source``'s."""
+    """Broadcast a contiguous ``x`` from the global rank ``source`` in place."""
     finish(dist.broadcast(x, source, group=group, async_op=_is_gloo(x, group)))
 
 
 def finish(work: dist.Work | None) -> None:
-    """Wait for a collective of gloo; None is one that is done."""
-    if work is None or torch.compiler.is_compiling():  # a graph holds collectives that are done
+    """Wait for a collective of gloo; None means that it is complete."""
+    if work is None or torch.compiler.is_compiling():  # collectives in a graph are synchronous
         return
     if not work.is_completed() and not in_fake_world():
         end = time.perf_counter() + _POLL
@@ -69,7 +68,7 @@ def finish(work: dist.Work | None) -> None:
 
 
 def _is_gloo(x: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Return whether gloo carries it, and this process waits for that."""
+    """Return whether gloo runs collectives of ``x`` in a background thread."""
     if not x.is_cpu or torch.compiler.is_compiling():
         return False
     return "cpu:gloo" in str(dist.get_backend_config(default_group() if group is None else group))

@@ -4,18 +4,16 @@ Ranks count tp fastest, then cp, then dp, then pp, as in Megatron-LM. With 16 ra
 
     tp: [0, 1] [2, 3] [4, 5] ...      ranks that hold different shards of the same layers
     cp: [0, 2] [1, 3] [4, 6] ...      ranks that hold the same shard and get the same sequences
-    dp: [0, 4] [1, 5] [2, 6] ...      ranks that hold the same shard and get other sequences
+    dp: [0, 4] [1, 5] [2, 6] ...      ranks that hold the same shard and get different sequences
     pp: [0, 8] [1, 9] [2, 10] ...     ranks that hold consecutive stages of one replica
 
-Joined axes (``dp_cp``, ``tp_cp``, ``tp_pp``, ``model``) go through all ranks of the axes in their name. Experts of a
-mixture may be sharded over more ranks than the other layers: over the innermost replicas, too. With 8 ranks, tp 2 and
-an expert-parallel size of 4 ``ep`` is [0, 1, 2, 3] [4, 5, 6, 7], and ``edp`` [0, 4] [1, 5] [2, 6] [3, 7].
+Joined axes (``dp_cp``, ``tp_cp``, ``tp_pp``, ``model``) contain all ranks of the axes in their name. Experts of a
+mixture may be sharded over more ranks than the other layers, including the innermost replicas. With 8 ranks, tp 2 and
+an expert-parallel size of 4, ``ep`` is [0, 1, 2, 3] [4, 5, 6, 7], and ``edp`` is [0, 4] [1, 5] [2, 6] [3, 7].
 
-An MPU has no module-level state: two of them, with two shapes, may exist in one process.
-
-The process groups of a mesh are destroyed when all ranks have dropped it: torch keeps a group, its threads and its
-connections until then. Two meshes never share a group: their models may run in different threads, and a collective
-that fails leaves messages in it.
+An MPU has no module-level state, so a process may have several meshes. They never share a process group, because their
+models may run in different threads, and a failed collective leaves messages in its group. The groups of a mesh are
+destroyed when all ranks have dropped it, because torch otherwise keeps their threads and connections.
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ class _Owned(NamedTuple):
 
 
 _worlds: weakref.WeakKeyDictionary[Any, dict[int, _Owned]] = weakref.WeakKeyDictionary()
-"""Default process group -> number of an owner, the same on all ranks -> its groups."""
+"""Default process group -> number of an owner, identical on all ranks -> its groups."""
 
 _MOST_OWNERS = 4
-"""Number of owners above which garbage is collected. That takes some tenths of a second once transformers is loaded."""
+"""The number of owners above which garbage is collected, which takes some tenths of a second with transformers."""
 
 
 def owned_groups(owner: Any) -> list[Any]:
@@ -64,7 +62,7 @@ def dropped() -> set[int]:
     """Return the numbers of the owners that this rank has dropped."""
     owners = _worlds.get(default_group(), {})
     if len(owners) > _MOST_OWNERS:
-        gc.collect()  # a model refers to itself
+        gc.collect()  # models are reference cycles
     return {number for number, (owner, _) in owners.items() if owner() is None}
 
 
@@ -72,26 +70,28 @@ def destroy_dropped(numbers: Iterable[set[int]]) -> None:
     """Destroy the groups of owners that all ranks have dropped, in the same order on all ranks.
 
     Args:
-        numbers: the result of :func:`dropped` on each rank.
+        numbers: The results of :func:`dropped` on all ranks.
     """
     owners = _worlds.get(default_group(), {})
     for number in sorted(set.intersection(*numbers)):
         destroy(owners.pop(number).groups)
 
 
-_AXES = ("pp", "dp", "cp", "tp")  # of the mesh, the slowest first
-_DIMS = ("pp", "edp", "inner", "cp", "tp")  # the same, with dp in two
+_AXES = ("pp", "dp", "cp", "tp")  # slowest first
+_DIMS = ("pp", "edp", "inner", "cp", "tp")  # the same axes, with dp split into two
 
 
 def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, list[list[int]]]:
-    """Return the global ranks of every group of every axis; each axis partitions the world. Pure arithmetic.
+    """Return the global ranks of every group of every axis, without communication. Each axis partitions the world.
 
     Joined axes vary the axes in their name; ``model`` is one model replica (tp x cp x pp). ``embedding`` groups the
     first and last stage, which both hold tied embeddings.
 
     Args:
-        experts: Expert-parallel size. Above tp, ``ep`` joins tp and the innermost replicas, ``edp`` the other replicas.
-        zero: Number of neighbours in ``dp_cp`` over which FSDP2 shards (``fsdp``); ``hsdp`` joins equal rows.
+        experts: The expert-parallel size. Above tp, ``ep`` joins tp and the innermost replicas, ``edp`` the remaining
+            replicas.
+        zero: The number of neighbors in ``dp_cp`` over which FSDP2 shards (``fsdp``); ``hsdp`` joins ranks with equal
+            rows.
     """
     inner = max(experts // sizes.tp, 1)
     ranks = np.arange(math.prod(sizes)).reshape(sizes.pp, sizes.dp // inner, inner, sizes.cp, sizes.tp)
@@ -115,36 +115,34 @@ def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, 
 
 
 class MPU(NotCopied):
-    """This process's place in the (pp, dp, cp, tp) mesh, and the process groups around it.
+    """The (pp, dp, cp, tp) mesh as this process sees it: its place, and the process groups that contain it.
 
-    Every process of the world makes it, at the same point of the program, with the same sizes.
-
-    The arguments are keys of the configuration (``docs/configuration.md``). The data-parallel size is the rest of the
-    world: ``world_size / (tp * cp * pp)``.
+    Every process of the world must create it at the same point of the program, with the same sizes. The arguments are
+    keys of the configuration (``docs/configuration.md``). The data-parallel size is ``world_size / (tp * cp * pp)``.
 
     Attributes:
-        tp: Axis (:class:`~autopar.distributed.axis.Axis`) of the ranks that hold the other shards of its layers.
-        cp: Axis of the ranks that share its sequences.
-        dp: Axis of the ranks that hold the same shard and read other data.
-        pp: Axis of the stages of its replica.
-        dp_cp: Axis of the ranks that hold the same shard; ``dp`` itself where cp is 1.
-        tp_cp: Axis of the ranks of a stage that get the same batch; ``tp`` itself where cp is 1.
-        model: Axis of all ranks that get the same batch, one model replica.
-        tp_pp: Axis of ranks that together hold each shard once; ``model`` itself where cp is 1.
-        ep: Axis of the ranks that hold the other experts of its layers; this rank alone at size 1.
-        edp: Axis of the ranks that hold the same experts and read other data; ``dp`` itself unless ep is above tp.
-        shards: Axis of the ranks that together hold the weights of a stage: the larger one of ``ep`` and ``tp``.
-        copies: Axis of the ranks that hold the same shards as this one, experts among them.
-        fsdp: Axis over which ZeRO's stages 2 and 3 shard; ``dp_cp`` itself, or a part of it.
-        shards_pp: Axis of the ranks that together hold the weights of all stages.
-        sizes: ``MeshSizes(tp, pp, dp, cp)``.
-        device: Device of this rank: its GPU under nccl, another accelerator under its own backend, else the CPU.
-        failures: Failure log of the model; None for a mesh made by hand.
-        alive: True until :meth:`destroy`: the process groups exist.
-        random_tracker: Named random streams, after ``tensor_parallel.manual_seed`` was called with this MPU.
+        tp: The :class:`~autopar.distributed.axis.Axis` of the ranks that hold the shards of the same layers.
+        cp: The axis of the ranks that share the same sequences.
+        dp: The axis of the ranks that hold the same shard and read different data.
+        pp: The axis of the stages of this replica.
+        dp_cp: The axis of the ranks that hold the same shard; ``dp`` itself if cp is 1.
+        tp_cp: The axis of the ranks of a stage that get the same batch; ``tp`` itself if cp is 1.
+        model: The axis of all ranks that get the same batch, one model replica.
+        tp_pp: The axis of ranks that together hold each shard once; ``model`` itself if cp is 1.
+        ep: The axis of the ranks that hold the experts of the same layers; only this rank at size 1.
+        edp: The axis of the ranks that hold the same experts and read different data; ``dp`` unless ep is above tp.
+        shards: The axis of the ranks that together hold the weights of a stage: the larger of ``ep`` and ``tp``.
+        copies: The axis of the ranks that hold the same shards as this rank, including experts.
+        fsdp: The axis over which ZeRO stages 2 and 3 shard: ``dp_cp`` or a part of it.
+        shards_pp: The axis of the ranks that together hold the weights of all stages.
+        sizes: The sizes ``MeshSizes(tp, pp, dp, cp)``.
+        device: The device of this rank: an accelerator with its backend, otherwise the CPU.
+        failures: The failure log of the model; None for a mesh that user code created.
+        alive: True until :meth:`destroy`, while the process groups exist.
+        random_tracker: The named random streams, after ``tensor_parallel.manual_seed`` was called with this MPU.
 
     Raises:
-        ConfigError: if the sizes do not divide the world, with those that would fit; if ``shm`` is impossible.
+        ConfigError: The sizes do not divide the world (with sizes that do), or ``shm`` is not possible.
     """
 
     def __init__(
@@ -173,13 +171,13 @@ class MPU(NotCopied):
         self.failures: Any = None
         self._owned: list[dist.ProcessGroup] = owned_groups(self)
         self._mesh: DeviceMesh | None = None
-        self._lines: dict[str, DeviceMesh] = {}  # by the names of their axes
+        self._lines: dict[str, DeviceMesh] = {}  # by name of the axis
         self.alive = True
         made: dict[tuple[int, ...], Any] = {}
         number_groups_alike(dist.group.WORLD)
         groups = rank_groups(self.sizes, ep, zero_shard_size)
         axes = {name: self._make_axis(name, groups[name], made) for name in groups}
-        for axis in filter(None, axes.values()):  # stages in the middle have no embedding
+        for axis in filter(None, axes.values()):  # stages in the middle have no embedding axis
             axis.reduce_dtype = torch.float32 if reduce_dtype == "fp32" else None
         self.tp, self.cp, self.dp, self.pp = (axes[name] for name in ("tp", "cp", "dp", "pp"))
         self.model = axes["model"]
@@ -193,7 +191,7 @@ class MPU(NotCopied):
             self.shards = self.ep
         self.fsdp, self._hsdp = axes.get("fsdp", self.dp_cp), axes.get("hsdp")
         self._embedding = axes["embedding"]
-        # Objects and errors travel over gloo, whatever the tensors use.
+        # Objects and errors are sent over gloo, for any backend of the tensors.
         if self.device.type not in ("cpu", "meta"):
             self.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
             self._owned.append(self.control)
@@ -208,7 +206,7 @@ class MPU(NotCopied):
 
     @classmethod
     def of(cls, config: ParallelConfig) -> MPU:
-        """Make the mesh that a configuration asks for."""
+        """Make the mesh of a configuration."""
         return cls(
             config.tensor_parallel_size,
             config.pipeline_parallel_size,
@@ -221,7 +219,7 @@ class MPU(NotCopied):
 
     def _make_axis(self, name: str, groups: list[list[int]], made: dict[tuple[int, ...], Any]) -> Any:
         mine: Axis | None = None
-        for ranks in groups:  # every rank takes part in the making of every group, in the same order
+        for ranks in groups:  # every rank must create every group, in the same order
             key = tuple(ranks)
             if key not in made:  # one group for all axes through the same ranks
                 world = len(ranks) == self.world_size
@@ -241,7 +239,7 @@ class MPU(NotCopied):
 
     @property
     def is_master(self) -> bool:
-        """Whether this is rank 0 of the world, for printing and logging; it neither reads data nor saves alone."""
+        """Whether this is rank 0 of the world, which prints and logs; reading data and saving need all ranks."""
         return self.rank == 0
 
     @property
@@ -266,7 +264,7 @@ class MPU(NotCopied):
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Return the mesh for ``fully_shard``: of one dim, or (copies, shards) where a part of the ranks shards."""
+        """Return the mesh for ``fully_shard``: one dim, or (copies, shards) if only a part of the ranks shards."""
         if self._hsdp is None:
             return self.dp_cp_mesh
         if "fsdp" not in self._lines:
@@ -289,21 +287,22 @@ class MPU(NotCopied):
 
     @property
     def saved_sizes(self) -> MeshSizes:
-        """Return the sizes of a mesh, without cp and ep, whose tensor-parallel ranks hold the same as these shards.
+        """Return the sizes of an equivalent mesh without cp and ep, for a checkpoint.
 
-        To weights cp is more dp, and experts over n ranks are n tensor-parallel ranks that hold the rest several times.
+        For weights, cp is part of dp. Experts over n ranks count as n tensor-parallel ranks, which hold the shards of
+        the other layers several times.
         """
         return MeshSizes(self.shards.size, self.pp.size, self.copies.size)
 
     def places(self) -> list[tuple[int, int, int]]:
-        """Return of each rank of the world its shard (in ``shards``), its stage, and which copy of the shard it is."""
+        """Return for each rank of the world its place in ``shards``, its stage, and its place in ``copies``."""
         groups = rank_groups(self.sizes, self.ep.size)
         names = ("ep" if self.shards is self.ep else "tp", "pp", "edp_cp")
         place = [{rank: at for group in groups[name] for at, rank in enumerate(group)} for name in names]
         return [(place[0][rank], place[1][rank], place[2][rank]) for rank in range(self.world_size)]
 
     def destroy(self) -> None:
-        """Destroy the process groups that this MPU made; the default group is left alone. Every rank calls it."""
+        """Destroy the process groups of this MPU, but not the default group. Every rank calls it."""
         if self.alive:
             if self.tp.transport is not None:
                 self.tp.transport.close()
@@ -332,7 +331,7 @@ class MPU(NotCopied):
 
 
 def new_pipeline_group(mpu: MPU, name: str, places: Iterable[int] | None = None, backend: str | None = None) -> Any:
-    """Make a group of these places (or all) of the pipeline axis; None elsewhere. Collective over the world."""
+    """Make a group of some places (default: all) of the pipeline axis; None on other ranks. Collective of the world."""
     mine = None
     for column in rank_groups(mpu.sizes)["pp"] if mpu.pp.size > 1 else ():
         ranks = column if places is None else [column[place] for place in places]

@@ -1,14 +1,14 @@
-"""This process: its identity, its accelerator, and how it joins the world from torchrun's environment.
+"""The identity of this process, its accelerator, and the start of its process group from torchrun's environment.
 
-[Note: restarts and the store] With torch 2.13 the ranks of every attempt (``torchrun --max-restarts``, ``--nnodes
-1:2``) use one store, with the addresses of earlier attempts. A rank that starts early would read those and wait for
-processes that are gone. So the ranks of an attempt agree on a name for it, under which the process group keeps its
-keys. The number of the attempt differs between nodes.
+[Note: restarts and the store] With torch 2.13 all attempts of a job (``torchrun --max-restarts``, ``--nnodes 1:2``)
+use one store, which keeps the addresses of earlier attempts. A rank that starts early would read these and wait for
+processes that have ended. So the ranks of an attempt agree on a name, under which the process group stores its keys.
+The number of the attempt differs between nodes and cannot serve as the name.
 
-[Note: the end of a process] torch 2.13 attaches a Python object to each collective of a backward pass. A thread of gloo
-drops it, for which it needs the interpreter. If that ends first, the process aborts in a destructor: more than half of
-the scripts do whose last line is a backward pass, also without this package. ``destroy_process_group`` does not end
-these threads while a model still refers to its groups.
+[Note: the end of a process] torch 2.13 attaches a Python object to each collective of a backward pass. A gloo thread
+releases it, which needs the interpreter. If the interpreter ends first, the process aborts in a destructor. Without
+this package that happens in more than half of the scripts whose last line is a backward pass. ``destroy_process_group``
+does not end these threads while a model still refers to its groups.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from autopar.errors import ConfigError
 TIMEOUT = timedelta(minutes=10)
 _PAUSE = 0.05  # seconds between two looks at the store
 _LAST_PAUSE = 0.2  # seconds at the end of a process, for threads of gloo on a busy machine
-_OF_THE_HOST = ("gloo", "mpi", "ucc", "fake", "undefined", None)  # backends whose tensors are the CPU's
+_OF_THE_HOST = ("gloo", "mpi", "ucc", "fake", "undefined", None)  # backends of CPU tensors
 
 
 @functools.cache
 def end_after_gloo() -> None:
-    """Let threads of gloo have the interpreter once more before it ends (see the note above)."""
+    """Release the interpreter for gloo threads before the process ends ([Note: the end of a process])."""
     atexit.register(time.sleep, _LAST_PAUSE)
 
 
 class Process(NamedTuple):
-    """Identity of a process, from which another process can tell whether it is still alive.
+    """The identity of a process, with which another process can check whether it is still alive.
 
     Attributes:
-        place: The machine, since it was started, and the namespace in which ``pid`` counts.
-        started: Start time in the kernel's ticks; "" where ``/proc`` cannot be read.
+        place: The machine, its boot id, and the namespace of ``pid``.
+        started: The start time in the kernel's ticks; ``""`` if ``/proc`` cannot be read.
     """
 
     place: str
@@ -61,7 +61,7 @@ class Process(NamedTuple):
         return cls(_place(), os.getpid(), _status(os.getpid())[1])
 
     def is_alive(self) -> bool | None:
-        """Check whether the process runs; None if it runs on another machine."""
+        """Return whether the process runs; None if it belongs to another machine."""
         if self.place != _place():
             return None
         state, started = _status(self.pid)
@@ -77,7 +77,7 @@ def _place() -> str:
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """State and start time of a process (proc(5), /proc/pid/stat); X if there is none, ? if that cannot be read."""
+    """Return state and start time of a process from /proc/pid/stat: state X if it has ended, ? if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -88,12 +88,12 @@ def _status(pid: int) -> tuple[str, str]:
 
 
 class Accelerator:
-    """A kind of device, by torch's names, that has a collective backend.
+    """A type of device with a collective backend.
 
     Attributes:
-        type: ``cuda``, ``xpu`` and the like.
-        backend: Backend of its collectives: ``nccl``, ``xccl``.
-        module: ``torch.cuda`` or its like: devices, generators, streams.
+        type: The device type, such as ``cuda`` or ``xpu``.
+        backend: The backend of its collectives, such as ``nccl`` or ``xccl``.
+        module: The module of torch for it, such as ``torch.cuda``.
     """
 
     def __init__(self, type: str, backend: str) -> None:
@@ -107,18 +107,18 @@ class Accelerator:
 
     @property
     def in_use(self) -> bool:
-        """Whether this process has used it so far."""
+        """Whether this process has used the accelerator."""
         return bool(self.module.is_initialized())
 
     def backend_of(self, group: dist.ProcessGroup | None = None) -> str | None:
-        """Return what carries the accelerator's tensors in a group (by default the world); None if the host does."""
+        """Return the backend of the accelerator's tensors in a group (default: the world); None for a host backend."""
         entries = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
         backend = {type: name for type, _, name in entries}.get(self.type)
         return None if backend in _OF_THE_HOST else backend
 
 
 def accelerator() -> Accelerator | None:
-    """Return the accelerator, None on a machine that has none."""
+    """Return the accelerator of the machine, or None."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return None
@@ -127,17 +127,17 @@ def accelerator() -> Accelerator | None:
 
 
 def device_of_numbers(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return where numbers of the host travel in a group: on the CPU if possible, so that no device waits."""
+    """Return the device for collectives of numbers in a group: the CPU if possible, so that no accelerator waits."""
     found = accelerator()
     on_host = found is None or "cpu:" in str(dist.get_backend_config(group))
     return torch.device("cpu") if found is None or on_host else found.device
 
 
 def start_process_group() -> None:
-    """Start torch.distributed from torchrun's environment, or alone without it; nothing if it runs already.
+    """Start torch.distributed from torchrun's environment, or with one process, unless it runs already.
 
-    gloo serves CPU tensors always, the accelerator's backend its own. The current device becomes ``LOCAL_RANK``. Raises
-    ConfigError if there are more processes on this machine than GPUs.
+    CPU tensors use gloo, and accelerator tensors their backend. The current device becomes ``LOCAL_RANK``. Raises
+    ConfigError if this machine has more processes than GPUs.
     """
     if dist.is_initialized():
         return
@@ -146,9 +146,9 @@ def start_process_group() -> None:
         here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), found.module.device_count()
         if here > gpus:
             raise ConfigError(
-                f"{here} processes were started on a machine with {gpus} GPUs: {found.backend} needs one for "
-                f"each.\n  Start {gpus} (torchrun --nproc-per-node {gpus}), or hide the GPUs (CUDA_VISIBLE_DEVICES='') "
-                "to compute on the CPU with gloo."
+                f"{here} processes were started on a machine with {gpus} GPUs; {found.backend} needs one GPU each.\n"
+                f"  Start {gpus} (torchrun --nproc-per-node {gpus}), or hide the GPUs (CUDA_VISIBLE_DEVICES='') to run "
+                "on the CPU with gloo."
             )
         found.module.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "gloo" if found is None else f"cpu:gloo,{found.type}:{found.backend}"
@@ -163,15 +163,16 @@ def start_process_group() -> None:
 
 
 def name_of_attempt(store: Any, rank: int, world: int) -> str:
-    """Agree with the other live ranks on a name that no earlier attempt has used. Every rank calls it.
+    """Agree with the other running ranks on a name that no earlier attempt has used. Every rank calls it.
 
-    Each rank leaves a new word. Rank 0 answers every word that it finds, old ones too, until all ranks have thanked.
+    Each rank stores a new random word. Rank 0 answers every word that it finds, including words of earlier attempts,
+    until all ranks have acknowledged the name.
 
     Args:
-        store: Store of torch, with the keys of earlier attempts.
+        store: torch's store, with the keys of earlier attempts.
 
     Raises:
-        torch.distributed.DistStoreError: a rank did not come within the store's timeout.
+        torch.distributed.DistStoreError: A rank did not start within the store's timeout.
     """
     place = "autopar/attempt"
     if rank > 0:
@@ -196,6 +197,6 @@ def name_of_attempt(store: Any, rank: int, world: int) -> str:
 
 
 def cores_of_a_rank(ranks: int) -> int:
-    """Count the cores of this machine for each of its ranks (all ``ranks`` unless torchrun counts them), at least 1."""
+    """Return the number of cores per rank of this machine, at least 1; ``ranks``: their number without torchrun."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     return max(1, len(os.sched_getaffinity(0)) // max(1, here))

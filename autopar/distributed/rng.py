@@ -1,7 +1,7 @@
-"""The default random generators of a process: torch's on the CPU and on its GPU, Python's, numpy's.
+"""The default random generators of a process: torch's for the CPU and the GPU, Python's, and numpy's.
 
-A model draws from any of them: dropout from torch's, SpecAugment from numpy's, some layer drops from Python's. So all
-are saved, broadcast and compared together. No other code sets their states.
+A model may draw from any of them: dropout from torch's, SpecAugment from numpy's, layer drop from Python's. So they are
+saved, broadcast and compared together. Only this module sets their states.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import torch.distributed as dist
 from autopar.distributed.axis import Axis
 from autopar.distributed.process import accelerator, device_of_numbers
 
-_TO_LIST = operator.methodcaller("tolist")  # of arrays and scalars of numpy
+_TO_LIST = operator.methodcaller("tolist")  # for numpy arrays and scalars
 followers: list[Callable[[], None]] = []  # called after each :func:`switch_stream`
-_begun: list[TorchGenerators] = []  # the states with which the last stream began
+_begun: list[TorchGenerators] = []  # the states at the beginning of the last stream
 
 
 class TorchGenerators(NamedTuple):
-    """States of torch's default generators, on the CPU and on the current accelerator (None if unused so far)."""
+    """The states of torch's default generators, for the CPU and the current accelerator (None if unused)."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
 
     @classmethod
     def now(cls, cuda: bool | None = None) -> TorchGenerators:
-        """Read the states of this process; the GPU's where ``cuda`` says so, by default where it was used."""
+        """Read the states of this process; ``cuda``: True to include the GPU, by default if it was used."""
         found = accelerator()
         read = found is not None and (found.in_use if cuda is None else cuda)
         return cls(torch.get_rng_state(), found.module.get_rng_state() if found is not None and read else None)
 
     @classmethod
     def of_seed(cls, seed: int, cuda: bool) -> TorchGenerators:
-        """Return the states right after seeding; the generators of this process are left alone."""
+        """Return the states after seeding, without changing the generators of this process."""
         cpu = torch.Generator().manual_seed(seed).get_state()
         found = accelerator() if cuda else None
         return cls(cpu, None if found is None else torch.Generator(found.type).manual_seed(seed).get_state())
@@ -52,14 +52,14 @@ class TorchGenerators(NamedTuple):
         return {name: _digest(state.numpy().tobytes()) for name, state in states.items() if state is not None}
 
     def restore(self) -> None:
-        """Go on from these states; a GPU's is left alone if there is none."""
+        """Restore these states; the GPU's generator does not change if its state is None."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and (found := accelerator()) is not None:
             found.module.set_rng_state(self.cuda)
 
 
 class Generators(NamedTuple):
-    """States of all default generators: torch's, Python's :mod:`random`, the global one of ``numpy.random``."""
+    """The states of all default generators: torch's, Python's :mod:`random`, and ``numpy.random``'s global one."""
 
     torch: TorchGenerators
     python: Any
@@ -71,7 +71,7 @@ class Generators(NamedTuple):
         return cls(TorchGenerators.now(), random.getstate(), np.random.get_state(legacy=False))
 
     def restore(self) -> None:
-        """Go on from these states."""
+        """Restore these states."""
         self.torch.restore()
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -90,7 +90,7 @@ def _digest(data: bytes) -> str:
 
 @contextmanager
 def kept() -> Iterator[Generators]:
-    """Restore all default generators after whatever is drawn inside; gives their states."""
+    """Restore all default generators after the block; yield their states."""
     before = Generators.now()
     try:
         yield before
@@ -99,14 +99,14 @@ def kept() -> Iterator[Generators]:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's default generators, on the CPU and on the current GPU where that was used."""
+    """Seed torch's default generators, on the CPU and, if it was used, on the current GPU."""
     torch.default_generator.manual_seed(seed)
     if (found := accelerator()) is not None and found.in_use:
         found.module.manual_seed(seed)
 
 
 def switch_stream(seed: int) -> None:
-    """Begin another stream: :func:`seed_torch`, and whoever has seeded the generators by rank does it again."""
+    """Begin a new stream: call :func:`seed_torch`, then :data:`followers`, which seed generators by rank."""
     seed_torch(seed)
     for follow in list(followers):
         follow()
@@ -114,13 +114,13 @@ def switch_stream(seed: int) -> None:
 
 
 def begun_stream() -> dict[str, str]:
-    """Hash the states with which the last stream began, by their names in messages: a switch does not draw."""
+    """Hash the states at the beginning of the last stream, by their names in messages."""
     return _begun[0].digests() if _begun else {}
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from torch's default generators as seeded with ``seed``; afterwards they continue where they were."""
+    """Seed torch's default generators with ``seed`` for the block, then restore their states."""
     before = TorchGenerators.now()
     seed_torch(seed)
     try:
@@ -131,9 +131,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def base_seed(needed: bool = True) -> Iterator[int | None]:
-    """Draw a seed from torch's CPU generator, which is put back if the block fails; None if it is not needed.
+    """Draw a seed from torch's CPU generator, which is restored if the block fails; yield None if not needed.
 
-    Ranks whose generators are equal get the same seed, and stay equal whatever each of them draws while :func:`seeded`.
+    Ranks with equal generators get the same seed. They stay equal, because draws inside :func:`seeded` do not count.
     """
     before = TorchGenerators.now(cuda=False)
     try:
@@ -146,9 +146,9 @@ def base_seed(needed: bool = True) -> Iterator[int | None]:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Draw rank 0's numbers from torch's CPU generator on every rank; one that had another state goes back to it.
+    """Use rank 0's state of torch's CPU generator on every rank in the block. A collective of the world.
 
-    A collective of the world.
+    A rank whose state differed returns to it after the block.
     """
     if dist.get_world_size() == 1:
         yield

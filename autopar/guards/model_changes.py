@@ -1,14 +1,14 @@
-"""Check changes of a model by user code after ``initialize``: modules in it, and wrappers around it.
+"""Check changes of a model by user code after ``initialize``: new modules in it, and wrappers around it.
 
-A module that is added later (an adapter, a new head, a parametrization) computes with this rank's shard as if it were
-the full weight, and its numbers do not show it. So each forward begins with a comparison of the tree: objects are
-compared by identity, which takes a fraction of a millisecond.
+A module that is added later (an adapter, a new head, a parametrization) would use this rank's shard as if it were the
+full weight, with plausible but wrong results. So each forward first compares the module tree, by identity of objects,
+which takes a fraction of a millisecond.
 
 A wrapper that copies or averages parameters over ranks with different shards (DistributedDataParallel over all ranks)
-makes one shard of all, silently if the shards are equally large. torch calls global hooks when a module becomes part of
-another one (``DistributedDataParallel`` registers its module before it sends anything) and before an optimizer steps;
-groups are compared there, and before a forward. A group that reaches beyond the replicas of one of its ranks does so
-for all, so every rank raises.
+would mix the shards, silently if they have equal sizes. torch calls global hooks before a module becomes a submodule
+(``DistributedDataParallel`` registers its module before it communicates) and before an optimizer steps. There, and
+before a forward, the wrapper's process group is checked. If a group is wrong for one of its ranks, it is wrong for all,
+so every rank raises.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from autopar.guards.step import ClassHook, forget, group_call, listen
 from autopar.swap import NotCopied
 
 _WHEN = (
-    "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
-    "  with autopar.deparallelize(model), change it, and initialize it again."
+    "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or call\n"
+    "  autopar.deparallelize(model), change the model, and initialize it again."
 )
 
 _ADAPTERS = (
-    "  Adapters come first: model = autopar.initialize(peft.get_peft_model(plain_model, lora_config), config).\n"
-    "  On a model that is parallelized already: autopar.integrations.get_peft_model(model, lora_config).\n"
-    "  Where the plain model is too large for one process, build it, with its adapters, in autopar.lazy_init()."
+    "  Add adapters before: model = autopar.initialize(peft.get_peft_model(base_model, lora_config), config).\n"
+    "  On a parallelized model use autopar.integrations.get_peft_model(model, lora_config).\n"
+    "  If the base model is too large for one process, build it with its adapters in autopar.lazy_init()."
 )
 
 
@@ -52,12 +52,12 @@ class _Seen(NamedTuple):
     path: str
     kind: type[nn.Module]
     children: list[nn.Module | None]
-    parameters: dict[str, nn.Parameter | None]  # of the module itself
+    parameters: dict[str, nn.Parameter | None]  # direct parameters of the module
     shapes: dict[str, torch.Size | None]
 
 
 class ModuleTree:
-    """The module tree of a tensor-parallel model, as it was when last checked."""
+    """The module tree of a tensor-parallel model at the last check."""
 
     def __init__(self, model: nn.Module) -> None:
         self._remember(model)
@@ -81,14 +81,14 @@ class ModuleTree:
             )
 
     def check(self, model: nn.Module) -> bool:
-        """Compare the tree with the last one; True if it has changed in a way that sharding allows.
+        """Compare the tree with the last check; return True for a change that sharding supports.
 
-        Modules without parameters may come and go, modules may be wrapped, a parameter may be replaced by one of the
-        same shape, blocks may be removed, and FSDP may turn parameters into DTensors.
+        Supported changes: adding or removing modules without parameters, wrapping modules, replacing a parameter by one
+        of the same shape, removing blocks, and FSDP's conversion of parameters to DTensors.
 
         Raises:
-            ConfigError: parameters are new, or a sharded one was resized, renamed, parametrized or replaced; the
-                next forward raises as well.
+            ConfigError: Parameters are new, or a sharded parameter was resized, renamed, parametrized or replaced. The
+                next forward raises again.
         """
         if self._is_unchanged():
             return False
@@ -99,7 +99,7 @@ class ModuleTree:
 
 
 def _is_packed(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter holds bytes of a quantized weight, which its library may pack otherwise."""
+    """Return whether a parameter holds bytes of a quantized weight, which its library may repack."""
     return not parameter.is_floating_point() and not parameter.requires_grad
 
 
@@ -117,13 +117,13 @@ _VALUES, _SHAPE = operator.methodcaller("values"), operator.attrgetter("shape")
 
 
 def _contents(modules: Sequence[nn.Module]) -> tuple[list[int], list[Any]]:
-    """Count the children and parameters of each module, and list them in order; for every forward, so only in C."""
+    """Count and list the children and parameters of all modules. It runs in every forward, so it only calls C code."""
     held = [*map(_CHILDREN, modules), *map(_PARAMETERS, modules)]
     return list(map(len, held)), list(chain.from_iterable(map(_VALUES, held)))
 
 
 def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
-    """Raise if a parameter is neither an old one nor replaces one of its shape."""
+    """Raise ConfigError if a parameter is new and does not replace one of the same shape."""
     known = {id(parameter) for seen in before for parameter in seen.parameters.values()}
     shapes = {(id(seen.module), name): shape for seen in before for name, shape in seen.shapes.items()}
     new = []
@@ -139,20 +139,20 @@ def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
             elif place in shapes:
                 was = shapes[place]
                 raise ConfigError(
-                    f"{path}.{name} of {type(model).__name__} has another shape than autopar.initialize gave it: it "
-                    f"holds a shard.\n  Now {list(parameter.shape)}, then {was and list(was)} on this rank.\n{_WHEN}"
+                    f"{path}.{name} of {type(model).__name__} must keep the shape of its shard, {was and list(was)} on "
+                    f"this rank; got {list(parameter.shape)}.\n{_WHEN}"
                 )
     if new:
         more = " ..." if len(new) > 3 else ""
         adapted = next(tuner_layers(model), None)
         raise ConfigError(
-            f"{len(new)} parameters of {type(model).__name__} came after autopar.initialize, which does not know how "
-            f"they are to be sharded: {', '.join(new[:3])}{more}\n{_WHEN if adapted is None else _ADAPTERS}"
+            f"{len(new)} parameters were added to {type(model).__name__} after autopar.initialize and are not sharded: "
+            f"{', '.join(new[:3])}{more}\n{_WHEN if adapted is None else _ADAPTERS}"
         )
 
 
 def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
-    """Raise if a parallel layer has changed, or was taken out of its parent."""
+    """Raise ConfigError if a parallel layer was changed, or removed from its parent."""
     now = {id(module) for module in model.modules()}
     parents = {id(child): seen for seen in before for child in seen.children if child is not None}
     for seen in before:
@@ -162,20 +162,20 @@ def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
         if id(seen.module) not in now:
             parent = parents.get(id(seen.module))
             if parent is not None and id(parent.module) in now and not plan.gather_output:
-                _refuse(model, seen, "was taken out or replaced")
+                _refuse(model, seen, "was removed or replaced")
         elif not issubclass(type(seen.module), seen.kind):
             _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
         elif list(held := own_parameters(seen.module)) != list(seen.parameters):
             if held.keys() == seen.parameters.keys() and all(held[name] is p for name, p in seen.parameters.items()):
-                continue  # in another order: PEFT puts a parameter of experts back after the others
+                continue  # in another order: PEFT registers a parameter of experts again at the end
             now_held = ", ".join(held) or "no parameter"
-            _refuse(model, seen, f"holds {now_held} now, and held {', '.join(seen.parameters)}")
+            _refuse(model, seen, f"must have the parameters {', '.join(seen.parameters)}, but has {now_held}")
 
 
 def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:
     raise ConfigError(
-        f"{seen.path} of {type(model).__name__}, a {seen.kind.__name__} since autopar.initialize, {what}: what was put "
-        f"there would compute with this rank's shard as if it were the whole weight.\n{_WHEN}"
+        f"{seen.path} of {type(model).__name__}, a {seen.kind.__name__} since autopar.initialize, {what}: it would use "
+        f"this rank's shard as if it were the full weight.\n{_WHEN}"
     )
 
 
@@ -185,14 +185,14 @@ _MESH = 'mesh=model.mpu.mesh["dp"]'
 
 
 class WrapperCheck(NotCopied):
-    """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards.
+    """Check the wrappers around ``model`` while it is parallelized, if ranks hold different shards.
 
     Args:
         shares_experts: True if replicas hold different experts.
-        fully_sharded: True if autopar calls ``fully_shard``, which shards experts over other ranks than the rest.
+        fully_sharded: True if autopar calls ``fully_shard``, with other ranks for experts than for the other layers.
 
     Attributes:
-        when_wrapped: Function of a feature, called with a wrapper that averages gradients and with the module in it.
+        when_wrapped: A function of a feature, called with a wrapper that averages gradients and the wrapped module.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class WrapperCheck(NotCopied):
             if submodule is not None and self._is_ours(submodule.modules()):
                 if self._fully_sharded:
                     raise ConfigError(
-                        f"{type(module).__name__} around a model with zero.stage 2 or 3: torch's FSDP2 averages its "
-                        "gradients over the replicas already.\n  Leave the wrapper out."
+                        f"{type(module).__name__} is not supported around a model with zero.stage 2 or 3: torch's "
+                        "FSDP2 averages its gradients already.\n  Leave the wrapper out."
                     )
                 _check_group(type(module).__name__, module.process_group, self.mpu)
                 if self.when_wrapped is not None:
@@ -230,7 +230,7 @@ class WrapperCheck(NotCopied):
         elif name == "base_layer" and submodule is not None and is_adapted(module) and self._is_ours([submodule]):
             self._refuse_adapters()
         elif name == "base_model" and is_peft_model(module) and submodule is not None and self._is_ours([submodule]):
-            self._refuse_adapters()  # prompts and prefixes: a PeftModel around the model itself
+            self._refuse_adapters()  # for prompts and prefixes PeftModel wraps the model itself
 
     def when_new(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._model()
@@ -238,27 +238,27 @@ class WrapperCheck(NotCopied):
             return
         own = {id(parameter) for parameter in model.parameters()}
         parameters = [p for row in optimizer.param_groups for p in row["params"] if id(p) in own]
-        group = getattr(optimizer, "process_group", None)  # ZeroRedundancyOptimizer's
+        group = getattr(optimizer, "process_group", None)  # of ZeroRedundancyOptimizer
         if parameters and isinstance(group, dist.ProcessGroup):
             _check_group(type(optimizer).__name__, group, self.mpu, averages=False)
             if self._shares and len(dist.get_process_group_ranks(group)) > 1:
                 raise ConfigError(
-                    f"{type(optimizer).__name__} would give one replica's experts to all: with expert_parallel_size="
-                    f"{self.mpu.ep.size} above\n  tensor_parallel_size={self.mpu.tp.size} replicas hold different "
-                    "ones. Use zero: {stage: 1} in autopar's config."
+                    f"{type(optimizer).__name__} is not supported with expert_parallel_size={self.mpu.ep.size} above "
+                    f"tensor_parallel_size={self.mpu.tp.size}: replicas\n  hold different experts. Use zero: "
+                    "{stage: 1} in autopar's config."
                 )
         _check_meshes({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}, self.mpu)
         for parameter in parameters if self._shares and not self._fully_sharded else ():
             if isinstance(parameter, DTensor):
                 raise ConfigError(
-                    f"fully_shard would shard experts over all replicas: with expert_parallel_size={self.mpu.ep.size} "
-                    f"above tensor_parallel_size={self.mpu.tp.size} replicas hold\n  different ones. Use "
+                    f"fully_shard is not supported with expert_parallel_size={self.mpu.ep.size} above "
+                    f"tensor_parallel_size={self.mpu.tp.size}: replicas hold\n  different experts. Use "
                     "DistributedDataParallel, autopar.average_gradients, or zero: {stage: 3}."
                 )
 
     def _check_fully_sharded(self, model: nn.Module) -> None:
         found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
-        for module in model.modules():  # weights of the outermost are gathered by now
+        for module in model.modules():  # the outermost module's weights are gathered at this point
             found |= meshes_of_fsdp(module)
         _check_meshes(found, self.mpu)
 
@@ -271,20 +271,20 @@ class WrapperCheck(NotCopied):
     def _refuse_adapters(self) -> None:
         model = self._model()
         if model is not None and not hasattr(model, "peft_config"):
-            vars(model).pop(OWN_ADAPTERS, None)  # transformers' add_adapter begins with it
+            vars(model).pop(OWN_ADAPTERS, None)  # which transformers' add_adapter sets first
         raise ConfigError(
-            f"PEFT would make adapters by the sizes of this rank's shards of {type(model).__name__}, which is "
-            "parallelized.\n  Use autopar.integrations.get_peft_model(model, peft_config), and "
-            "model.load_adapter(dir, 'default') if they are in files;\n  or put them in before: "
-            "autopar.initialize(peft.get_peft_model(plain_model, peft_config), config)."
+            f"PEFT cannot add adapters to {type(model).__name__}, which is parallelized: it would use the sizes of "
+            "shards.\n  Use autopar.integrations.get_peft_model(model, peft_config), then "
+            "model.load_adapter(dir, 'default') for saved adapters;\n  or add them before: "
+            "autopar.initialize(peft.get_peft_model(base_model, peft_config), config)."
         )
 
 
 def refuse_flat(*_: Any, **__: Any) -> Any:
-    """Raise ConfigError, since the norm of shards that ``FullyShardedDataParallel`` has flattened is not known."""
+    """Raise ConfigError, because the norm of parameters flattened by ``FullyShardedDataParallel`` is unknown."""
     raise ConfigError(
-        "clip_grad_norm_ of FullyShardedDataParallel takes the shards of this rank for the model, and what it has "
-        f"flattened\n  cannot be told apart. Use torch.distributed.fsdp.fully_shard(model, {_MESH}) instead, and\n"
+        "clip_grad_norm_ is not supported with FullyShardedDataParallel, whose flattened parameters mix shards and "
+        f"full tensors\n  Use torch.distributed.fsdp.fully_shard(model, {_MESH}), and\n"
         "  autopar.clip_grad_norm_(model, max_norm)."
     )
 
@@ -304,22 +304,22 @@ def _check_meshes(meshes: set[Any], mpu: MPU) -> None:
 
 
 def _check_ranks(what: str, ranks: Sequence[int], mpu: MPU, remedy: str, *, averages: bool = True) -> None:
-    """Raise ConfigError if ``ranks`` hold different shards, or average without all that share this rank's sequences."""
+    """Raise ConfigError if ``ranks`` hold different shards, or lack ranks that share this rank's sequences."""
     if not set(ranks) <= set(mpu.dp_cp.ranks):
         raise ConfigError(
-            f"{what} over ranks {listed_ranks(ranks)} would take their different shards of the model for one: with "
+            f"{what} over ranks {listed_ranks(ranks)} would mix different shards of the model: with "
             f"tensor_parallel_size={mpu.tp.size} and\n  pipeline_parallel_size={mpu.pp.size} the shard of rank "
-            f"{mpu.rank} is held by {listed_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
+            f"{mpu.rank} is on ranks {listed_ranks(mpu.dp_cp.ranks)}. Pass {remedy}."
         )
     if averages and not set(mpu.cp.ranks) <= set(ranks):
         raise ConfigError(
             f"{what} over ranks {listed_ranks(ranks)} would leave out ranks that share their sequences: with "
             f"context_parallel_size={mpu.cp.size}\n  gradients are averaged over all ranks with the shard of rank "
-            f"{mpu.rank}, {listed_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
+            f"{mpu.rank}, {listed_ranks(mpu.dp_cp.ranks)}. Pass {remedy}."
         )
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Return the first eight of these ranks, as a list."""
+    """Return the first eight ranks as text."""
     first = ", ".join(map(str, ranks[:8]))
     return f"[{first}{', ...' if len(ranks) > 8 else ''}]"

@@ -1,7 +1,7 @@
-"""Watch ``optimizer.step()``: count the steps of a model's optimizers, and call all that listens to steps.
+"""Watch ``optimizer.step()``: count the steps of a model's optimizers, and notify the listeners.
 
-torch calls hooks of the process before and after the step of any optimizer. They reach those that hold parameters of
-the model, whether they were given to ``initialize`` or not.
+torch calls global hooks before and after the step of any optimizer, including optimizers that were not passed to
+``initialize``.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ _Kind = TypeVar("_Kind")
 _PARAMETERS = operator.itemgetter("params")
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
-# -- hooks of the process ----------------------------------------------------------------------------------------------
-# torch goes through its hooks while they run, and a hook that a garbage collection takes away in between ends that with
-# an error. So there is one of each kind, registered once and never removed; listeners are held weakly.
+# -- global hooks ------------------------------------------------------------------------------------------------------
+# torch iterates over its hooks while they run, and raises if a garbage collection removes a hook at that time. So there
+# is one hook of each kind, which is never removed, with weak references to its listeners.
 
 untried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers of which it is not known how they step."""
+"""Optimizers whose way of stepping could not be tested."""
 
-_listeners: list[weakref.ref[Any]] = []  # in the order in which they began to listen
-_known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and how many parameters they had
+_listeners: list[weakref.ref[Any]] = []  # in order of registration
+_known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # optimizer -> number of parameters
 
 
 def listen(listener: object) -> None:
-    """Call these methods of ``listener``, if it has them, as long as it lives.
+    """Call these methods of ``listener``, if it has them, while it exists.
 
-    ``when_new(optimizer)``: before the first step of any optimizer, and the first after parameters were added.
+    ``when_new(optimizer)``: before the first step of an optimizer, and before the first step with new parameters.
     ``before_step(optimizer, args, kwargs)``: before each step; ``args`` begin with the optimizer.
-    ``before_registration(module, name, submodule)``: before a module becomes part of another one.
+    ``before_registration(module, name, submodule)``: before a module becomes a submodule of another one.
     """
     _register()
-    forget(None)  # those that live no longer
+    forget(None)  # removes listeners that no longer exist
     _listeners.append(weakref.ref(listener))
     _known.clear()
 
 
 def forget(listener: object) -> None:
-    """Call ``listener`` no longer."""
+    """Stop calling ``listener``."""
     _listeners[:] = [other for other in _listeners if other() not in (None, listener)]
 
 
 def listeners(kind: type[_Kind]) -> list[_Kind]:
-    """Return the listeners of a class that are alive, in the order in which they began to listen."""
+    """Return the existing listeners of a class, in order of registration."""
     return [found for other in _listeners if isinstance(found := other(), kind)]
 
 
@@ -70,7 +70,7 @@ def _register() -> None:
     register_module_module_registration_hook(functools.partial(_call, "before_registration"))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # so that a compiled step is checked too
 def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
     count = sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
     if _known.get(optimizer) != count:
@@ -86,13 +86,13 @@ def _call(method: str, *arguments: Any) -> None:
 
 
 class ClassHook:
-    """Forward pre-hook that calls ``then(module)`` where the class of ``module`` has changed: ``fully_shard`` does."""
+    """A forward pre-hook that calls ``then(module)`` if the class of ``module`` has changed, as by ``fully_shard``."""
 
     def __init__(self, module: nn.Module, then: Callable[[nn.Module], None]) -> None:
         self._kind, self._then = type(module), then
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        """Compare the class; what raises once raises in the next forward, too."""
+        """Compare the class. If ``then`` raises, it is called again in the next forward."""
         if type(module) is not self._kind:
             self._then(module)
             self._kind = type(module)
@@ -106,10 +106,10 @@ class Progress:
     """The progress of one optimizer.
 
     Attributes:
-        number: Place among the optimizers of this model, in the order of their first steps; -1 before.
-        held: Names and parameters of the model that it steps.
-        sharded: Held parameters of which each tensor-parallel rank has a different shard.
-        steps: Steps so far.
+        number: The number of the optimizer in order of first steps; -1 before its first step.
+        held: The names and parameters of the model that it steps.
+        sharded: The held parameters of which each tensor-parallel rank has a different shard.
+        steps: The number of steps.
     """
 
     number: int = -1
@@ -123,14 +123,14 @@ class StepCheck:
 
     Args:
         alike: ``id(parameter)`` -> the ranks of a stage that hold the same shard.
-        comparison: Comparison of steps over the data-parallel replicas; None only counts them.
-        look: Function of each optimizer of the model and its parameters, called before the first step.
+        comparison: The comparison of steps over the data-parallel replicas; None only counts steps.
+        look: A function ``look(optimizer, held)``, called before the first step of each optimizer of the model.
 
     Attributes:
-        made: Optimizer steps so far with parameters of the model.
-        settings: Settings of the optimizer in the last step (learning rates and the like), as text.
-        sample: Function of the sharded weights, the number of the step and the optimizer, which the check of forwards
-            sets: a sample of one weight's gradient and state, of a different weight each time.
+        made: The number of optimizer steps with parameters of the model.
+        settings: The settings of the optimizer in the last step (such as learning rates), as text.
+        sample: A function of the sharded weights, the number of the step and the optimizer, set by the check of
+            forwards. It samples the gradient and the state of one weight, a different weight each time.
         last_shard: The result of ``sample`` in the last step.
     """
 
@@ -151,15 +151,15 @@ class StepCheck:
         self._model = weakref.ref(model)
         tp, own = mpu.tp.size, mpu.shards.rank // mpu.tp.size
         self._sharded = {key for key, ranks in alike.items() if sum(rank // tp == own for rank in ranks) == 1}
-        self._names: set[str] | None = None  # of those in a model that is copied, until its parameters are there
+        self._names: set[str] | None = None  # names in a copied model, until its parameters exist
         self._progress: weakref.WeakKeyDictionary[Optimizer, Progress] = weakref.WeakKeyDictionary()
         self._count = 0
         listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCheck:
-        """Return a check for the copied model; a copy of a part of it has none.
+        """Return a check for the copied model; a copy of a submodule has none.
 
-        It compares nothing over the replicas: each may train its copy on different data (Reptile, local SGD).
+        It does not compare replicas, because each may train its copy on different data (Reptile, local SGD).
         """
         model = self._model()
         if model is None or id(model) not in memo:
@@ -175,7 +175,7 @@ class StepCheck:
     # -- at a step -------------------------------------------------------------------------------------------------
 
     def when_new(self, optimizer: Optimizer) -> None:
-        """Look up which parameters of the model ``optimizer`` steps."""
+        """Find the parameters of the model that ``optimizer`` steps."""
         model = self._model()
         if model is None:
             return
@@ -193,32 +193,32 @@ class StepCheck:
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a step of ``optimizer``, and compare it with the other replicas' steps.
 
-        With a closure gradients are computed inside of the step, and only weights can be compared.
+        With a closure, gradients are computed inside of the step, so only weights are compared.
 
         Raises:
-            ConfigError: a closure for the optimizer that ``initialize`` was given.
-            ConsistencyError: gradients or weights differ between the replicas, or were left unaveraged by ``no_sync``.
-            PipelineError: in the first step, if the other rank does not step within ``pipeline.timeout``.
+            ConfigError: An optimizer that was passed to ``initialize`` gets a closure.
+            ConsistencyError: Gradients or weights differ between the replicas, or ``no_sync`` left gradients
+            unaveraged. PipelineError: Another rank does not make the first step within ``pipeline.timeout``.
         """
         model, progress = self._model(), self._progress.get(optimizer)
         if model is None or progress is None or is_inside_another_step():
             return
-        closure = args.count(None) < len(args) - 1 or kwargs.get("closure") is not None  # step(None) has none
+        closure = args.count(None) < len(args) - 1 or kwargs.get("closure") is not None  # step(None) has no closure
         if closure and hasattr(optimizer, "_autopar"):
             raise ConfigError(
-                f"{type(optimizer).__name__}.step(closure): its gradients come inside of step, where they can neither "
-                "be averaged, unscaled nor clipped. Call backward first, then step() without a closure."
+                f"{type(optimizer).__name__}.step(closure) is not supported: gradients inside of step() cannot be "
+                "averaged, unscaled or clipped\n  Call backward first, then step() without a closure."
             )
         if progress.number < 0:
             progress.number, self._count = self._count, self._count + 1
         pipeline: Any = getattr(vars(model).get("_autopar"), "pp", None)
         if pipeline is not None and pipeline.unaveraged:
             raise ConsistencyError(
-                f"the gradients of the {replicas_in_words(self.mpu)} were not averaged: the last "
-                "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."
+                f"the gradients of the {replicas_in_words(self.mpu)} were not averaged: the last execute_pipeline "
+                "before step() ran inside no_sync.\n  Run the last execute_pipeline of a step outside of no_sync."
             )
         if self._comparison is not None:
-            scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # may overflow, and skip
+            scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # it may skip the step
             with no_overrides():
                 self._comparison.compare(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
         progress.steps += 1
@@ -231,7 +231,7 @@ class StepCheck:
             self.last_shard = taken
 
     def watch(self, apart: set[int]) -> None:
-        """Digest gradients of these parameters (``id``) only: their shards differ."""
+        """Digest only the gradients of these parameters (``id``), whose shards differ."""
         self._sharded &= apart
 
 
@@ -239,7 +239,7 @@ _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def is_inside_another_step() -> bool:
-    """Return whether an optimizer's step is called by another one's (ZeroRedundancyOptimizer's, a wrapper's)."""
+    """Return whether the step of another optimizer calls this step (ZeroRedundancyOptimizer, a wrapper)."""
     frame, found = sys._getframe(1), 0
     while frame is not None and found < 2:
         found += frame.f_code is _WRAPPER
@@ -248,12 +248,12 @@ def is_inside_another_step() -> bool:
 
 
 def group_call(mpu: MPU) -> str:
-    """Return the call that gives the process group over which gradients are averaged."""
-    return f"model.mpu.{mpu.dp_cp.name}.group"  # of dp where ranks share no sequences
+    """Return the expression for the process group over which gradients are averaged."""
+    return f"model.mpu.{mpu.dp_cp.name}.group"  # dp without context parallelism
 
 
 def replicas_in_words(mpu: MPU) -> str:
-    """Return how many ranks hold the same weights."""
+    """Return the number of ranks with the same weights, as text."""
     return f"{mpu.dp_cp.size} " + (
         "data-parallel replicas" if mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
     )

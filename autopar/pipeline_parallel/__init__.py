@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages made from a model's own forward, and the schedules that run them."""
+"""Pipeline parallelism: stages that run the model's forward, and schedules of micro-batches."""

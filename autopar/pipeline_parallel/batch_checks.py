@@ -1,12 +1,11 @@
-"""The ranks of a pipeline agree on a pass before it begins: on its batch, and on the steps so far.
+"""Compare the batch and the optimizer steps of all ranks of a pipeline before a pass.
 
 Each rank sends a few bytes: digests of its batch, the number of optimizer steps of its weights, and digests of its
 copies of weights that several stages hold. So an error is identical on all ranks, and nothing has run.
 
-Stages may have different optimizers: one may hold weights of a single stage, one for each weight steps as often as
-there are weights, and each phase of a training may create a new one. So count, for each optimizer, the passes that a
-step of it came after. Optimizers that first stepped after the same pass are compared between the stages; optimizers
-with different first passes are different optimizers.
+Stages may have different optimizers. An optimizer may hold the weights of one stage, there may be an optimizer for each
+weight, and each phase of a training may create new ones. So for each optimizer the passes that it stepped after are
+counted. Optimizers with the same first pass are compared between the stages.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from autopar.pipeline_parallel.p2p import P2P, REPORT, map_tensors
 from autopar.swap import given_by_name
 
 Steps = frozenset[tuple[int, int]]
-"""First pass of each optimizer, and the number of passes that a step of it came after."""
+"""First pass of an optimizer -> the number of passes after which it stepped."""
 
 
 @dataclass
 class _Steps:
-    """Steps of one optimizer: its first pass, the number of passes that a step came after, and the last of these."""
+    """The steps of one optimizer: the first pass, the number of passes and the last pass after which it stepped."""
 
     parameters: int
     ours: bool
@@ -46,13 +45,13 @@ class _Steps:
 
 
 class StepCount:
-    """Counts, for every optimizer of the model, the training passes of this rank that a step of it came after.
+    """Count, for every optimizer of the model, the training passes of this rank after which it stepped.
 
     Args:
-        released: ``id`` of the weights of other stages, which an optimizer may hold too.
+        released: The ``id`` of each weight of other stages, which an optimizer may hold too.
 
     Attributes:
-        expected: True if the optimizer given to ``initialize`` steps weights of this rank's stages.
+        expected: True if the optimizer that was passed to ``initialize`` steps weights of this rank's stages.
     """
 
     def __init__(self, model: nn.Module, released: Collection[int] = ()) -> None:
@@ -70,10 +69,9 @@ class StepCount:
         """Count the first step of ``optimizer`` after a pass; raise ConfigError for a step inside a pass."""
         if self._running and not self._stepped(optimizer).isdisjoint(map(id, self._model.parameters())):
             raise ConfigError(
-                f"{type(optimizer).__name__}.step() inside of execute_pipeline: the gradients are sums over "
-                f"some of its {self._running} micro-batches,\n  and the remaining ones use the old weights. Step when "
-                "execute_pipeline has returned: an optimizer in the backward (a hook of\n  "
-                "register_post_accumulate_grad_hook) needs pipeline_parallel_size: 1."
+                f"{type(optimizer).__name__}.step() is not supported inside of execute_pipeline, before all "
+                f"{self._running} micro-batches have run\n  Step after execute_pipeline. An optimizer in the backward "
+                "(a hook of register_post_accumulate_grad_hook)\n  needs pipeline_parallel_size: 1."
             )
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         steps = self._optimizers.get(optimizer)
@@ -115,7 +113,7 @@ def check_steps(said: Mapping[int, Steps]) -> None:
                 f"two stages of one model replica (ranks {' and '.join(map(str, found))}) have made different numbers "
                 "of optimizer steps:\n"
                 f"  optimizer steps so far: {_listed(found)}\n"
-                "  Every rank steps after the same execute_pipeline: do not put optimizer.step() into an if by rank.\n"
+                "  Call optimizer.step() on every rank after the same execute_pipeline, not for some ranks only.\n"
                 "  consistency_check: {enable: false} turns this check off."
             )
 
@@ -126,13 +124,14 @@ _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 Batch = TypeVar("Batch")
 
 
-class Report(NamedTuple):
-    """Facts that a rank sends to the other ranks before a pass; empty ones are not compared.
+class BatchReport(NamedTuple):
+    """The facts that a rank sends to the other ranks before a pass; empty facts are not compared.
 
     Attributes:
-        batch: Digests of its arguments.
-        copies: Digests of weights that other stages hold too.
-        cache: True if an earlier plain call was given the KV cache; None without a cache.
+        batch: The digests of the model's arguments.
+        steps: The optimizer steps; None if they are not compared.
+        copies: The digests of weights that other stages hold too.
+        cache: True if an earlier plain call received the KV cache; None without a cache.
     """
 
     batch: Mapping[str, str]
@@ -143,7 +142,7 @@ class Report(NamedTuple):
 
 def read_batch(
     read: Callable[[], Batch],
-    describe: Callable[[Batch], Report],
+    describe: Callable[[Batch], BatchReport],
     p2p: P2P,
     mpu: MPU,
     count: Callable[[Batch], float] | None,
@@ -151,8 +150,8 @@ def read_batch(
     """Return the next batch, identical on all stages of the replica.
 
     Args:
-        describe: Function of the batch that returns the facts to compare.
-        count: Function of the batch that returns its weight among the replicas; None if replicas need not agree.
+        describe: A function of the batch that returns the facts to compare.
+        count: A function of the batch that returns its weight among the replicas; None if replicas need not agree.
 
     Returns:
         The batch, and each replica's count; no counts if replicas need not agree, or for one replica.
@@ -173,14 +172,14 @@ def read_batch(
     with p2p.raised_by_all():
         if ended and len(ended) < len(said):
             raise ConsistencyError(
-                f"the data iterator has ended on rank{'s' if len(ended) > 1 else ''} {', '.join(map(str, ended))}, and "
-                "not on every stage of this model replica.\n  All its ranks read the same batches, so their iterators "
-                "must be equally long and started together."
+                f"the data iterator has ended on rank{'s' if len(ended) > 1 else ''} {', '.join(map(str, ended))}, but "
+                "not on every stage of this model replica.\n  Use the same batches on all ranks of a replica: "
+                "iterators of equal length, started together."
             )
         if end is None:
             _compare(said)
         else:
-            p2p.failures.publish("the data iterator has ended on this rank, which takes no part in another step.")
+            p2p.failures.publish("the data iterator has ended on this rank, which makes no further step.")
     counts: list[float] = []
     if count is not None and mpu.dp.size > 1:
         counts = _counts_of_replicas(count(batch) if end is None else None, mpu.dp, p2p)
@@ -193,29 +192,31 @@ def read_batch(
 def compare_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], p2p: P2P, compared: bool | None
 ) -> None:
-    """Compare the tokens, masks and labels that all stages were given in a plain call; raise ConsistencyError on all.
+    """Compare the tokens, masks and labels of a plain call on all stages; raise ConsistencyError on all ranks.
 
     Args:
-        compared: State of the KV cache: None without a cache, or for a new one; False after the call that made it; True
-            after a call that was given it.
+        compared: The state of the KV cache: None without a cache or for a new one, False after the call that made it,
+            True after a call that received it.
     """
     named = given_by_name(module, args, kwargs)
     integers = {n: x for n, x in named if isinstance(x, torch.Tensor) and not x.is_floating_point()}
-    said = p2p.exchange(Report(digest_of(integers), cache=compared), REPORT)
+    said = p2p.exchange(BatchReport(digest_of(integers), cache=compared), REPORT)
     given = set.intersection(*(set(report.batch) for report in said.values()))
     with p2p.raised_by_all():
         if len({report.cache for report in said.values()}) > 1:
             states = {None: "a new cache or none", False: "a cache of one call", True: "a cache of several calls"}
             raise ConsistencyError(
                 f"the stages of one model replica (ranks {list(said)}) got different KV caches:\n  "
-                f"{_listed({rank: states[report.cache] for rank, report in said.items()})}\n  Each rank keeps its own "
-                "cache over all calls of a sequence: give every rank the cache of its last call, or a new one."
+                f"{_listed({rank: states[report.cache] for rank, report in said.items()})}\n  Pass each rank the cache "
+                "of its last call of the sequence, or a new cache on every rank."
             )
-        _compare({rank: Report({n: x for n, x in report.batch.items() if n in given}) for rank, report in said.items()})
+        _compare(
+            {rank: BatchReport({n: x for n, x in report.batch.items() if n in given}) for rank, report in said.items()}
+        )
 
 
 def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float]:
-    """Return each replica's count (of labels, or samples), None if its data has ended; raise if only on some."""
+    """Return each replica's count of labels or samples. Raise if the data has ended on only some replicas."""
     purpose = "agreeing with the other data-parallel replicas that each has a batch"
     counts: list[Any] = [count] * axis.size
     with p2p.failures.blame(purpose, axis.ranks):
@@ -226,16 +227,15 @@ def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float
         with p2p.raised_by_all():
             raise ConsistencyError(
                 f"the data iterator has ended on data-parallel replica{'s' if len(ended) > 1 else ''} "
-                f"{', '.join(ended)} of {axis.size}, and not on {', '.join(going)}.\n"
-                "  A step averages gradients over all replicas, so all need equally many batches: leave the "
-                "rest out\n  (drop_last=True), or use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu), which "
-                "evens them out."
+                f"{', '.join(ended)} of {axis.size}, but not on {', '.join(going)}.\n"
+                "  Use the same number of batches on all replicas: drop_last=True, or\n"
+                "  autopar.prepare_dataloader(dataset, ..., mpu=model.mpu), which evens them out."
             )
     return counts
 
 
-def _compare(said: Mapping[int, Report]) -> None:
-    """Compare the reports of all ranks, with the same verdict on each."""
+def _compare(said: Mapping[int, BatchReport]) -> None:
+    """Compare the reports of all ranks. The result is identical on all ranks."""
     steps = {rank: report.steps for rank, report in said.items() if report.steps is not None}
     for pair in pairwise(steps.items()):
         check_steps(dict(pair))
@@ -248,7 +248,7 @@ def _compare(said: Mapping[int, Report]) -> None:
         raise ConsistencyError(
             f"the stages of one model replica (ranks {list(said)}) got different batches ({len(lines)} "
             f"argument{'s' if len(lines) > 1 else ''}):\n" + "\n".join(lines) + "\n"
-            "  Every stage needs the full batch: shard the data by mpu.dp.rank, or use\n"
+            "  Pass the full batch to every stage: shard the data by mpu.dp.rank, or use\n"
             "  autopar.prepare_dataloader(dataset, ..., mpu=model.mpu). consistency_check: {enable: false} turns this\n"
             "  check off."
         )
@@ -256,15 +256,15 @@ def _compare(said: Mapping[int, Report]) -> None:
         seen = {rank: report.copies[name] for rank, report in said.items() if name in report.copies}
         if len(set(seen.values())) > 1:
             raise ConsistencyError(
-                f"stages of one model replica have drifted apart: their copies of {name} differ:\n  "
-                f"{_listed(seen)}\n  Every stage that holds it must make the same update: an update by noise, or by a "
-                "norm of a stage's own weights, differs.\n  Resume from the last checkpoint. consistency_check: "
-                "{enable: false} turns this check off."
+                f"the copies of {name} differ between stages of one model replica:\n  "
+                f"{_listed(seen)}\n  Make the same update on every stage that holds it, without noise or norms of one "
+                "stage's weights.\n  Resume from the last checkpoint. consistency_check: {enable: false} turns this "
+                "check off."
             )
 
 
 def digest_of(batch: Any, *, full: bool = False) -> dict[str, str]:
-    """Digest a batch: argument -> shapes and hashes of its tensors (samples of large ones), or plain values."""
+    """Digest a batch: argument -> shapes and hashes of its tensors (of samples of large tensors), or plain values."""
     if isinstance(batch, list) and all(entry is None for entry in batch):
         return {}  # no data on this rank
     if isinstance(batch, list | tuple):

@@ -1,4 +1,4 @@
-"""The engine runs a schedule: forwards and backwards of this rank's stages, and the messages between them.
+"""Run a schedule: the forwards and backwards of this rank's stages, and the messages between them.
 
 [Note: split backward] A split schedule computes the gradients of a stage's inputs first, and weight gradients
 later. Graph nodes from which an input can be reached are *on the way*. The first half runs along them and records the
@@ -28,7 +28,7 @@ from autopar.compat.tensors import forward_class
 from autopar.distributed.autograd_functions import record
 from autopar.distributed.rng import base_seed
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.batch_checks import Report, StepCount, digest_of
+from autopar.pipeline_parallel.batch_checks import BatchReport, StepCount, digest_of
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action
@@ -40,12 +40,12 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 
 _Part = tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]
-"""Edges, their gradients, and the weights that they reach."""
+"""Edges, their gradients, and the reachable weights."""
 
 
 @dataclass
 class WeightGradients:
-    """The second half of a backward pass: its starts, and gradients that arrived at nodes in the first half."""
+    """The second half of a backward pass: its start edges, and the gradients from the first half."""
 
     parts: list[_Part]
     arrived: dict[Node, _Gradients]
@@ -54,10 +54,10 @@ class WeightGradients:
 def stage_backward_input(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None, leaves: Sequence[torch.Tensor]
 ) -> WeightGradients:
-    """Add the gradients of ``leaves`` to their ``grad``; None stays where no root depends on a leaf.
+    """Add the gradients of ``leaves`` to their ``grad``, which stays None if no root depends on a leaf.
 
-    Where the halves cannot be separated, add the weight gradients too, and leave nothing for the second half. Without
-    ``gradients`` the roots are scalars.
+    If the halves cannot be separated, weight gradients are added too, and the second half is empty. Without
+    ``gradients`` the roots are scalars ([Note: split backward]).
     """
     if gradients is None:
         gradients = [torch.ones_like(root) for root in roots]
@@ -100,7 +100,7 @@ def stage_backward_weight(rest: WeightGradients) -> None:
     while rest.parts:
         edges, gradients, weights = rest.parts.pop()
         with contextlib.ExitStack() as hooks:
-            # From one node of a part the way may lead to another one, where the gradients have arrived already.
+            # A part may reach another node of it, whose gradients have arrived already.
             for node in {edge.node for edge in edges} & rest.arrived.keys():
                 earlier = partial(lambda arrived, _: arrived, rest.arrived[node])
                 hooks.callback(node.register_prehook(earlier).remove)
@@ -111,7 +111,7 @@ def stage_backward_weight(rest: WeightGradients) -> None:
 def way(
     edges: Sequence[GradientEdge], leaves: Sequence[torch.Tensor]
 ) -> tuple[dict[Node, list[Node]], set[Node], list[Node]]:
-    """Return the graph, its nodes on the way to ``leaves``, and the nodes among these with an edge to the side."""
+    """Return the graph, its nodes on the way to ``leaves``, and those of them with an edge off the way."""
     entries = {get_gradient_edge(leaf).node for leaf in leaves}
     graph = nodes(edge.node for edge in edges)
     on_way: set[Node] = set()
@@ -127,7 +127,7 @@ def runs_once(node: Node) -> bool:
 
 
 def nodes(starts: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Return every reachable node -> its next nodes, which come before it."""
+    """Return every reachable node -> its next nodes; next nodes come first in the dict."""
     found: dict[Node, list[Node]] = {}
     opened: dict[Node, list[Node]] = {}
     todo = list(starts)
@@ -147,7 +147,7 @@ def nodes(starts: Iterable[Node]) -> dict[Node, list[Node]]:
 def _parts(
     graph: dict[Node, list[Node]], on_way: set[Node], sources: list[tuple[GradientEdge, torch.Tensor]]
 ) -> list[_Part]:
-    """Group sources by the weights that they reach; join all parts of several sources, which walk the way once."""
+    """Group sources by reachable weights; join all groups of several sources, so that the way runs once."""
     heads: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:
@@ -181,23 +181,23 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward to its input", "W": "b
 
 @dataclass
 class Step:
-    """Work and results of one pass of a schedule.
+    """The work and the results of one pass of a schedule.
 
     Attributes:
-        microbatches: Arguments of the model, one dict for each micro-batch.
-        weights: Factor of each micro-batch's loss in the backward.
-        loss_of: ``(outputs, inputs) -> loss``; None without a loss.
-        scale: Function of each weighted loss (fp16 loss scaling).
-        shares: Factor of each micro-batch's loss in the loss of the replica's batch.
-        call: Callable for a micro-batch; None for the model.
-        defaults: Arguments of each micro-batch that does not give them.
-        together: True if replicas run collectives in a backward (ZeRO 2 and 3, experts), so that each must run it.
-        required: True if some loss must require a gradient.
-        penalty: Function of parameters, added to the loss of the batch.
-        before_last_backward: Function of a stage, called before the last action that adds to its weights' gradients.
-        losses, outputs: Results per micro-batch, on the last stage.
-        penalties: Penalty of this stage's parameters.
-        unavailable: Entries that the outputs lack there.
+        microbatches: The arguments of the model, one dict for each micro-batch.
+        weights: The factor of each micro-batch's loss in the backward.
+        loss_of: A function ``(outputs, inputs) -> loss``; None without a loss.
+        scale: A function of each weighted loss (fp16 loss scaling).
+        shares: The factor of each micro-batch's loss in the loss of the replica's batch.
+        call: The callable for a micro-batch; None for the model.
+        defaults: The default arguments of each micro-batch.
+        together: True if replicas run collectives in a backward (ZeRO 2 and 3, experts), so that all must run it.
+        required: True if at least one loss must require a gradient.
+        penalty: A function of parameters, added to the loss of the batch.
+        before_last_backward: A function of a stage, called before the last action that adds to its weight gradients.
+        losses, outputs: The results per micro-batch, on the last stage.
+        penalties: The penalty of this stage's parameters.
+        unavailable: The names of entries that the outputs lack.
     """
 
     microbatches: list[dict[str, Any]]
@@ -221,7 +221,7 @@ class Step:
 
 @dataclass
 class _OpenForward:
-    """A forward that waits for its backward: tensors received, tensors sent or differentiated, their gradients."""
+    """A forward that waits for its backward: received tensors, sent or differentiated tensors, their gradients."""
 
     leaves: list[torch.Tensor]
     roots: list[torch.Tensor]
@@ -230,12 +230,12 @@ class _OpenForward:
 
 
 class Engine:
-    """Runs the actions of this rank on one model.
+    """Run the actions of this rank on one model.
 
     Args:
-        tied: Weights that several stages hold.
-        check: Compare batches, optimizer steps and copies of weights over the stages.
-        released: ``id`` of each weight that only other stages hold.
+        tied: The weights that several stages hold.
+        check: True to compare batches, optimizer steps and copies of weights between the stages.
+        released: The ``id`` of each weight that only other stages hold.
     """
 
     def __init__(
@@ -252,16 +252,16 @@ class Engine:
         self.model, self.context, self.plan, self.p2p, self.tied = model, context, plan, p2p, tied
         self.rank = p2p.axis.rank
         self.steps = StepCount(model, released) if check and plan.ranks > 1 else None
-        self._passes = Counter[bool]()  # with backward, and without
-        self._seed: int | None = None  # of this pass
-        self._recomputes = False  # activations, in this pass's backward
+        self._passes = Counter[bool]()  # number of passes with (True) and without a backward
+        self._seed: int | None = None  # the seed of this pass
+        self._recomputes = False  # True if this pass's backward recomputes activations
         self._open: dict[tuple[int, int], _OpenForward] = {}
-        self._here: dict[tuple[str, int, int], Any] = {}  # from a stage of this rank to another one of it
+        self._here: dict[tuple[str, int, int], Any] = {}  # messages between two stages of this rank
         self._turn: dict[Action, int] = {}  # every rank's actions -> their number in its list
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Begin a pass, on every rank: read and compare the batch, run actions and average gradients inside."""
+        """Begin a pass on every rank. The batch is compared, actions run and gradients are averaged in the block."""
         try:
             with self.p2p.one_pass():
                 yield
@@ -291,22 +291,22 @@ class Engine:
                     do[kind](stage, microbatch, step)
             if step.required and step.losses:
                 raise ConfigError(
-                    "the loss of the batch does not require a gradient, expected a trained weight that it depends on\n"
-                    "  Train some weights (requires_grad_(True)) that this batch uses; forward_only=True evaluates."
+                    "the loss of the batch does not require a gradient; it must depend on a trained weight\n"
+                    "  Train a weight that this batch uses (requires_grad_(True)), or evaluate with forward_only=True."
                 )
             self.p2p.end_actions()
 
-    def report(self, batch: Any, microbatches: int, *, backward: bool) -> Report:
+    def report(self, batch: Any, microbatches: int, *, backward: bool) -> BatchReport:
         """Return the facts that all stages compare before a pass; hash the first batch of each mode in full."""
         if self.steps is None:
-            return Report({})
+            return BatchReport({})
         digests = digest_of(batch, full=not self._passes[backward])
         if digests:
             digests["number of micro-batches"] = str(microbatches)
         number = self._passes.total()
         self._passes[backward] += 1
         copies = self.tied.digests() if number < _FIRST or number % _EVERY == 0 else {}
-        return Report(digests, self.steps.begin_pass(microbatches * backward), copies)
+        return BatchReport(digests, self.steps.begin_pass(microbatches * backward), copies)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class Engine:
         plan = self.plan
         leaves: list[torch.Tensor] = []
         received: StageOutput | None = None
-        seed = self._seed  # the first stage's counts: before the blocks all stages draw the same numbers
+        seed = self._seed  # the first stage's seed, because all stages draw the same numbers before the blocks
         if stage > 0:
             received, seed = self._receive("F", stage - 1, stage, microbatch)
             if step.backward:
@@ -337,20 +337,20 @@ class Engine:
             self._open[stage, microbatch] = _OpenForward(leaves, roots)
 
     def _finish(self, result: Any, loss: Any, microbatch: int, step: Step) -> list[torch.Tensor]:
-        """Return the loss to differentiate on the last stage; nothing if no label of the micro-batch counts."""
+        """Return the loss to differentiate on the last stage; an empty list if the micro-batch has no labels."""
         roots: list[torch.Tensor] = []
         if loss is not None:
             step.losses[microbatch] = loss.detach()
             weight = step.weights[microbatch]
             if step.backward and step.together and not loss.requires_grad:
                 raise ConfigError(
-                    f"the loss of micro-batch {microbatch} does not require a gradient, expected one on every replica: "
-                    "they gather weights or exchange tokens in the backward\n  (zero.stage 2 and 3, experts over "
-                    "replicas). Use zero.stage 1, or batches that all use a trained weight."
+                    f"the loss of micro-batch {microbatch} does not require a gradient; every replica needs a backward "
+                    "with zero.stage 2 and 3 or experts over replicas\n  Use zero.stage 1, or batches that all use a "
+                    "trained weight."
                 )
             step.required &= not loss.requires_grad
             if step.backward and loss.requires_grad and (weight or step.together):
-                if not weight:  # 0 / 0 of a loss over no label stays out of the gradients
+                if not weight:  # a loss without labels is 0 / 0 and must not reach the gradients
                     map_tensors(result, lambda tensor: _stop_gradient(tensor) if tensor is not loss else None)
                 counted = loss * weight
                 roots.append(counted if step.scale is None else step.scale(counted))
@@ -364,8 +364,8 @@ class Engine:
     def _backward(self, stage: int, microbatch: int, step: Step, *, full: bool = True) -> None:
         """Compute the gradients of the stage's inputs, and of its weights if ``full``.
 
-        Otherwise the first stage leaves its full backward to ``W``. Where activations are recomputed, run the full
-        backward here, since each half would recompute them.
+        Otherwise the first stage leaves its full backward to ``W``. If activations are recomputed, the full backward
+        runs here, because each half would recompute them.
         """
         opened = self._open[stage, microbatch]
         if stage < self.plan.stages - 1:
@@ -407,11 +407,11 @@ class Engine:
         message = _message(kind, origin, stage, microbatch)
         with record("receive: {0.name}".format, message):
             value = self.p2p.receive(place, message)
-        self.p2p.release(place, self._turn_of(kind, origin, microbatch))  # messages that rank received before this
+        self.p2p.release(place, self._turn_of(kind, origin, microbatch))  # that rank has received all earlier messages
         return value
 
     def _turn_of(self, kind: str, stage: int, microbatch: int) -> int:
-        """Return the number of an action in its rank's list; a backward may be split."""
+        """Return the index of an action in its rank's list; a backward may be split."""
         split = Action("I", stage, microbatch)
         return self._turn[split if kind == "B" and split in self._turn else Action(kind, stage, microbatch)]
 
@@ -427,7 +427,7 @@ def _message(kind: str, origin: int, to: int, microbatch: int) -> Message:
 
 
 def _entering(tensor: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
-    """Return a received tensor for the model, which may write into it: no leaf. The leaf keeps no memory."""
+    """Return a received tensor as a non-leaf, because the model may write into it. The leaf has no memory."""
     if not tensor.requires_grad:
         return tensor
     leaves.append(tensor)

@@ -1,10 +1,10 @@
-"""Micro-batches: split a batch, and weight the loss of each part.
+"""Split a batch into micro-batches, and weight their losses.
 
-[Note: rows of samples] Most tensors of a batch have one row for each sample. Targets may have several (channels of
-sound: ``labels [samples * channels, seq]``). Images, videos and sounds next to text are listed for the full batch, and
-a sample may have none or several: ``pixel_values [images, ...]``, or patches of all images in a row, ``pixel_values
-[patches, width]`` with ``image_grid_thw [images, 3]``. The tokens that represent them in ``input_ids`` assign them to
-samples; without such tokens they are not split.
+[Note: rows of samples] Most tensors of a batch have one row per sample. Targets may have several rows (channels of
+sound: ``labels [samples * channels, seq]``). Images, videos and sounds of all samples are in one tensor, and a sample
+may have none or several: ``pixel_values [images, ...]``, or concatenated patches, ``pixel_values [patches, width]``
+with ``image_grid_thw [images, 3]``. Their tokens in ``input_ids`` assign them to samples; without such tokens they are
+not split.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from autopar.policy.schema import Policy
 
 
 def next_batch(data: Any) -> dict[str, Any]:
-    """Return the batch in ``data``, or the next one of an iterator; raise ConfigError for anything but mappings."""
+    """Return the batch ``data``, or the next batch of the iterator; raise ConfigError unless it is a mapping."""
     if isinstance(data, Mapping):
         return dict(data)
     if not isinstance(data, Iterator):
         raise ConfigError(
-            f"execute_pipeline takes one batch (a dict of tensors) or an iterator over batches, not a "
-            f"{type(data).__name__}; of a DataLoader give iter(loader)"
+            f"execute_pipeline: data must be a batch (a dict of tensors) or an iterator over batches, got "
+            f"{type(data).__name__}\n  For a DataLoader pass iter(loader)."
         )
     batch = next(data)
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"execute_pipeline: the iterator gives a {type(batch).__name__}, not a dict of the model's arguments"
+            f"execute_pipeline: a batch must be a dict of the model's arguments, got {type(batch).__name__}"
         )
     return dict(batch)
 
@@ -54,7 +54,7 @@ def batch_size(batch: Mapping[str, Any], main_input: str) -> int:
         value = batch.get(name)
         if isinstance(value, torch.Tensor) and value.ndim:
             return value.shape[0]
-    raise ConfigError(f"execute_pipeline: no tensor in the batch, only {', '.join(batch) or 'nothing'}")
+    raise ConfigError(f"execute_pipeline: the batch must contain a tensor, got {', '.join(batch) or 'nothing'}")
 
 
 def split(
@@ -62,12 +62,11 @@ def split(
 ) -> list[dict[str, Any]]:
     """Split a batch into micro-batches of ``size`` samples (the last may be smaller), or into ``count`` even ones.
 
-    Split every tensor whose dim 0 is ``samples`` long, also inside tuples, lists and dicts, and lists and tuples with
-    an entry for each sample (:func:`_cut`). Copy all other values into each micro-batch. ``position_ids`` of several
-    kinds, ``[kinds, batch, seq]``, are split in dim 1. A batch of fewer samples than ``count`` gives that many
-    micro-batches of one. Images, and targets with several rows for each sample, follow their samples
-    (:func:`sample_rows`, which raises ConfigError where they cannot be assigned); a micro-batch without images has no
-    argument for them.
+    Tensors with ``samples`` rows are split, also inside tuples, lists and dicts, and so are lists and tuples with an
+    entry per sample (:func:`_slice`). Other values are copied into each micro-batch. ``position_ids`` of several kinds,
+    ``[kinds, batch, seq]``, are split in dim 1. With fewer samples than ``count`` each sample is a micro-batch. Images,
+    and targets with several rows per sample, follow their samples (:func:`sample_rows`, which raises ConfigError if
+    they cannot be assigned). A micro-batch without images lacks their arguments.
     """
     if count is not None:
         count = max(min(count, samples), 1)
@@ -90,7 +89,7 @@ def split(
             if name in own
             else narrow(value, 1)
             if name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim == 3  # time, height, width
-            else _cut(name, value, samples, slice(start, stop), narrow)
+            else _slice(name, value, samples, slice(start, stop), narrow)
             for name, value in batch.items()
             if name not in own or own[name][0] < own[name][1]
         }
@@ -99,20 +98,20 @@ def split(
 
 
 def _apart(part: Any) -> Any:
-    """Copy a slice where a model may write into it: some write into their labels."""
+    """Copy a slice, because some models write into their labels."""
     return part.clone() if isinstance(part, torch.Tensor) and not part.is_floating_point() else part
 
 
-def _cut(name: str, value: Any, samples: int, part: slice, narrow: Callable[[torch.Tensor], Any]) -> Any:
-    """Return entries of a list with one for each sample, or rows of the tensors in it; raise if both are possible."""
+def _slice(name: str, value: Any, samples: int, part: slice, narrow: Callable[[torch.Tensor], Any]) -> Any:
+    """Slice a list with an entry per sample, or the rows of the tensors in a list; raise if both are possible."""
     if len(range(samples)[part]) == samples or isinstance(value, ModelOutput):
         return map_tensors(value, narrow)
     if isinstance(value, dict):
-        return {key: _cut(f"{name}[{key!r}]", entry, samples, part, narrow) for key, entry in value.items()}
+        return {key: _slice(f"{name}[{key!r}]", entry, samples, part, narrow) for key, entry in value.items()}
     if not isinstance(value, list | tuple) or hasattr(value, "_fields"):
         return map_tensors(value, narrow)
     if len(value) != samples:
-        return type(value)(_cut(f"{name}[{n}]", entry, samples, part, narrow) for n, entry in enumerate(value))
+        return type(value)(_slice(f"{name}[{n}]", entry, samples, part, narrow) for n, entry in enumerate(value))
     rows = [
         not isinstance(entry, dict) and all(tensor.shape[:1] == (samples,) for tensor in tensors)
         for entry in value
@@ -125,8 +124,8 @@ def _cut(name: str, value: Any, samples: int, part: slice, narrow: Callable[[tor
         raise ConfigError(
             f"execute_pipeline: {name} is a {type(value).__name__} of {samples} "
             f"{'numbers' if numbers else f'entries with tensors of {samples} rows'}, and the batch has {samples} "
-            "samples: whether it has one entry for each sample is not known.\n"
-            f"  Give a tensor with one row for each sample, or one micro-batch (pipeline.microbatch_size: {samples})."
+            "samples; it may have one entry per sample or not.\n"
+            f"  Pass a tensor with one row per sample, or use one micro-batch (pipeline.microbatch_size: {samples})."
         )
     if any(rows) and not listed:  # tensors of all samples, and None
         return map_tensors(value, narrow)
@@ -149,10 +148,11 @@ def weights_of(
     """Return the weight of each micro-batch's loss in the loss of the batch; weights of means add up to 1.
 
     Args:
-        reduction: ``tokens``: by labels that are not -100 (without labels, by samples), so that the sum is the mean
-            over the batch. ``microbatch``: equal weights. ``sum``: weights of 1, for losses that add up.
+        reduction: ``tokens``: weights by the number of labels that are not -100 (without labels, of samples), so that
+            the sum is the mean over the batch. ``microbatch``: equal weights. ``sum``: weights of 1, for losses that
+            add up.
         shifted: True if the first label of each sequence does not count, as in causal language models.
-        count: Function of a micro-batch that returns its weight, in place of the labels.
+        count: A function of a micro-batch that returns its weight, instead of the labels.
     """
     if reduction != "tokens":
         return [1.0 if reduction == "sum" else 1 / len(microbatches)] * len(microbatches)
@@ -165,14 +165,14 @@ def weights_of(
 
 
 def weights_over_replicas(weights: list[float], counts: list[float], replica: int) -> list[float]:
-    """Return weights for replicas with these ``counts`` of labels, whose gradients are averaged with equal weights."""
+    """Correct the weights for replicas with these ``counts`` of labels, whose gradients are averaged equally."""
     total = sum(counts)
     factor = counts[replica] * len(counts) / total if total else 1.0
     return [weight * factor for weight in weights]
 
 
 def label_count(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> int:
-    """Count the labels in the loss of a batch; its samples, if it has no labels."""
+    """Count the labels in the loss of a batch, or its samples if it has no labels."""
     return int(_labels_in(microbatch, main_input, shifted))
 
 
@@ -192,7 +192,7 @@ _TARGETS = re.compile(r"labels|decoder_.*")
 
 
 class _Medium(NamedTuple):
-    """Inputs next to text: names of the arguments, and of the config's token for a part of an input."""
+    """A kind of input besides text: the names of its arguments, and of its placeholder token in the config."""
 
     name: str
     arguments: re.Pattern[str]
@@ -256,10 +256,9 @@ def _of_medium(
     if each is None:
         shown = ", ".join(f"{name} {list(getattr(value, 'shape', [len(value)]))}" for name, value in listed.items())
         raise ConfigError(
-            f"execute_pipeline: {shown} are not one row of each of the batch's {samples} samples, and it is unknown "
-            f"which {medium.name}s belong to which sample by token {token} ({medium.tokens[0]} of the model's "
-            "config) in input_ids.\n"
-            f"  Give one micro-batch (pipeline.microbatch_size: {samples}), or batches of one sample each."
+            f"execute_pipeline: {shown} cannot be split into the batch's {samples} samples: token {token} "
+            f"({medium.tokens[0]} of the model's config) in input_ids does not assign the {medium.name}s to samples.\n"
+            f"  Use one micro-batch (pipeline.microbatch_size: {samples}), or batches of one sample each."
         )
     starts = [0, *accumulate(each)]  # of the images of each sample
     ends = {length: [0, *accumulate(each_size)] for length, each_size in sizes.items()}
@@ -285,8 +284,8 @@ def _of_each(marked: torch.Tensor, patches: Sequence[int] | None, count: int) ->
     """Return the number of images of each sample; None if the tokens do not determine it.
 
     Args:
-        marked: Mask ``[samples, seq]`` of the tokens that represent a part of an image.
-        patches: Patches of each image, to which its number of tokens is proportional; None if unknown.
+        marked: The mask ``[samples, seq]`` of the tokens of images.
+        patches: The number of patches of each image, to which its number of tokens is proportional; None if unknown.
     """
     tokens = marked.sum(1).tolist()
     if patches is None:
@@ -342,7 +341,7 @@ class OwnLoss:
         return isinstance(self.model, PreTrainedModel) and is_encoder_decoder(self.model)
 
     def counted(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the batch with -100 in place of labels that ``ignore_index`` or ``attention_mask`` excludes."""
+        """Return the batch with -100 for labels that ``ignore_index`` or ``attention_mask`` excludes."""
         name = "labels" if batch.get("shift_labels") is None else "shift_labels"
         labels, mask, ignored = batch.get(name), batch.get("attention_mask"), batch.get("ignore_index")
         if not isinstance(labels, torch.Tensor):
@@ -370,16 +369,16 @@ class OwnLoss:
         if self.user_function is not None:
             name = getattr(self.user_function, "__name__", type(self.user_function).__name__)
             raise ConfigError(
-                f"the losses of {over} cannot be combined: the loss_function of {type(self.model).__name__} is "
-                f"user-defined ({name}), expected transformers' mean over the labels that are not -100.\n  {advice}"
+                f"the losses of {over} cannot be combined: the loss_function of {type(self.model).__name__} must be "
+                f"transformers' mean over the labels that are not -100, got the user-defined {name}.\n  {advice}"
             )
 
     def reduction(self, batch: Mapping[str, Any], microbatches: int, replicas: int = 1, *, counts: bool = False) -> str:
         """Return the ``reduction`` of :func:`weights_of` for losses of micro-batches.
 
-        ``tokens`` for means over the labels that are not -100, or over the user's ``count`` (``counts``), and ``sum``
-        where the model divides by ``num_items_in_batch``. Other losses cannot be combined: ``microbatch``, for one
-        micro-batch.
+        ``tokens`` for means over the labels that are not -100, or over the user's ``count`` (``counts``). ``sum`` if
+        the model divides by ``num_items_in_batch``. ``microbatch`` for other losses, which cannot be combined, so there
+        may be only one micro-batch.
 
         Raises:
             ConfigError: Losses of several micro-batches cannot be combined, or a user-defined loss function has several
@@ -387,16 +386,16 @@ class OwnLoss:
         """
         if counts and batch.get("num_items_in_batch") is not None:
             raise ConfigError(
-                "execute_pipeline: count= and num_items_in_batch in the batch both give the divisor of the loss\n"
+                "execute_pipeline: count= is not supported with num_items_in_batch in the batch: both divide the loss\n"
                 "  Leave one of them out."
             )
         if not counts and microbatches * replicas > 1:
             over = [f"{microbatches} micro-batches"] * (microbatches > 1)
             self.refuse_user_function(
                 " and ".join(over + [f"{replicas} data-parallel replicas"] * (replicas > 1)),
-                "Give execute_pipeline(..., count=lambda inputs: ...), the number that the loss of a micro-batch is a "
-                'mean over\n  (len(inputs["labels"]) for a mean over sequences), with or without criterion=. Or give '
-                "one micro-batch without replicas.\n  pipeline.loss_reduction: microbatch takes the plain mean.",
+                "Use execute_pipeline(..., count=lambda inputs: ...), the divisor of a micro-batch's loss "
+                '(len(inputs["labels"])\n  for a mean over sequences), with or without criterion=. Or use one '
+                "micro-batch without replicas.\n  pipeline.loss_reduction: microbatch uses the unweighted mean.",
             )
         reason = self._no_mean_over_labels(batch)
         if counts and not adds_router_loss(self.model, batch):
@@ -405,11 +404,11 @@ class OwnLoss:
             return "sum" if self.divides_by_items(batch) else "tokens"
         if microbatches > 1:
             raise ConfigError(
-                f"execute_pipeline: the loss of {type(self.model).__name__} over {microbatches} micro-batches is not "
-                f"the mean of theirs by labels: {reason}.\n"
-                "  Give criterion=lambda outputs, inputs: ... (a mean over the labels of one micro-batch), or one "
+                f"execute_pipeline: the losses of {microbatches} micro-batches of {type(self.model).__name__} cannot "
+                f"be combined: {reason}.\n"
+                "  Use criterion=lambda outputs, inputs: ... (a mean over the labels of one micro-batch), or one "
                 "micro-batch\n  (pipeline.microbatch_size = the batch's samples); pipeline.loss_reduction: microbatch "
-                "takes the mean of their losses."
+                "uses the unweighted mean."
             )
         return "microbatch"
 
@@ -421,14 +420,14 @@ class OwnLoss:
         return given and self.kind in ("loss_function", None)
 
     def warn_of_replicas(self, counts: list[float]) -> bool:
-        """Warn if replicas with different numbers of labels get equal weights, since their loss is unknown."""
+        """Warn if replicas with different numbers of labels get equal weights, because the kind of loss is unknown."""
         unknown = self.kind is None and isinstance(self.model, PreTrainedModel) and len(set(counts)) > 1
         if unknown:
             name = type(self.model).__name__
             warn_user(
-                f"{name} has a custom forward, so it is unknown over what its loss is a mean: the gradients of "
-                f"replicas with {counts[0]:g} and {next(x for x in counts if x != counts[0]):g}\n  labels are averaged "
-                f"equally, as DistributedDataParallel does. A policy can name them: loss: {{{name}: mean}} "
+                f"{name} has a custom forward with an unknown loss, so gradients of replicas with {counts[0]:g} and "
+                f"{next(x for x in counts if x != counts[0]):g} labels are averaged\n  equally, as in "
+                f"DistributedDataParallel. Name the loss in a policy: loss: {{{name}: mean}} "
                 "(loss_function, mean, shifted_mean or other)."
             )
         return unknown
@@ -444,11 +443,11 @@ class OwnLoss:
         if self.kind is None:
             own = isinstance(self.model, PreTrainedModel)
             whose = "its forward is none of transformers'" if own else "it is a user-defined module"
-            return f"{whose}, which does not say over what its loss is a mean; a policy can: loss: {{{name}: mean}}"
+            return f"{whose}, and its loss is unknown; name it in a policy: loss: {{{name}: mean}}"
         given = {name: value for name, value in batch.items() if value is not None}
         targets = [name for name in given if name not in _LABELS and any(part in name for part in _OTHER_TARGETS)]
         if targets:
-            return f"the batch has targets besides labels ({', '.join(targets)})"
+            return f"the batch has further targets ({', '.join(targets)})"
         if not isinstance(given.get("labels", torch.empty(0)), torch.Tensor):
             return f"labels is a {type(given['labels']).__name__}, not a tensor"
         if self.kind == "other":
@@ -464,7 +463,7 @@ class OwnLoss:
 def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
     """Return whether a forward with these arguments adds the auxiliary loss of routers.
 
-    It is not a mean over samples: the mean over replicas differs from the loss of one process.
+    It is not a mean over samples, so the mean over replicas differs from the loss of one process.
     """
     asked, config = given.get("output_router_logits"), getattr(model, "config", None)
     if asked is not None:
@@ -473,7 +472,7 @@ def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
 
 
 def loss_in(outputs: Any) -> Any:
-    """Return ``outputs.loss``, ``outputs["loss"]``, or the only number in the outputs of a plain module; or None."""
+    """Return ``outputs.loss``, ``outputs["loss"]``, the only number in a custom module's outputs, or None."""
     if hasattr(outputs, "loss"):
         return outputs.loss
     if isinstance(outputs, Mapping):
@@ -500,14 +499,14 @@ def loss_of(
     loss = loss_in(outputs) if criterion is None else criterion(outputs, inputs)
     if criterion is not None and loss is not None and not isinstance(loss, torch.Tensor):
         raise ConfigError(
-            f"execute_pipeline: criterion returned a {type(loss).__name__}, expected one tensor, the mean over a "
-            "micro-batch.\n  If it is not a mean over labels (with class weights, say), give "
-            "execute_pipeline(..., count=lambda inputs: ...),\n  the sum of weights that the mean is divided by."
+            f"execute_pipeline: criterion must return one tensor, the mean over a micro-batch; got "
+            f"{type(loss).__name__}.\n  If it is not a mean over labels (but over class weights), pass "
+            "execute_pipeline(..., count=lambda inputs: ...),\n  the divisor of the mean."
         )
     if loss is None and required:
         raise ConfigError(
-            f"execute_pipeline: the outputs ({type(outputs).__name__}) hold no loss: put labels into the batch, or "
-            "give criterion=lambda outputs, inputs: ..."
+            f"execute_pipeline: the outputs ({type(outputs).__name__}) must contain a loss\n  Put labels into the "
+            "batch, or pass criterion=lambda outputs, inputs: ..."
         )
     if blocks and criterion is not None and loss is not None:
         _refuse_penalty(loss, begin, blocks)
@@ -528,8 +527,7 @@ def _refuse_penalty(loss: torch.Tensor, begin: int, blocks: Mapping[int, str]) -
             left += [other for other, _ in node.next_functions]
     if found:
         raise ConfigError(
-            f"execute_pipeline: criterion reads {len(found)} weights of blocks, {min(found)} first: it runs on the "
-            "last stage, which holds\n  its own blocks only, so a penalty would leave out the blocks of other stages.\n"
-            "  Use the optimizer's weight_decay; or add the penalty's gradient to p.grad on every stage when "
-            "execute_pipeline has returned.\n  Weights after the blocks (the head) may be read."
+            f"execute_pipeline: criterion must not read weights of blocks, got {len(found)} (first {min(found)}): the "
+            "last stage holds only some blocks\n  Use the optimizer's weight_decay, or execute_pipeline(..., "
+            "penalty=...). Weights after the blocks (the head) may be read."
         )

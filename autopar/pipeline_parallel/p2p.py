@@ -1,10 +1,10 @@
-"""Point-to-point communication between the ranks of a pipeline: nested values with tensors in them.
+"""Send nested values with tensors between the ranks of a pipeline.
 
-A value travels as a frame (pass, tag, pickled structure), so shapes may change from one message to the next. Over gloo
-the frame contains its tensors; over nccl and for large values they follow one by one. Sends do not wait. A receive
-waits at most the timeout. All frames of a sender come in order, and early ones are kept, so a failing rank ends the
-wait of every other rank with a single frame. Both sides allocate the size of the previous frame for the next one, and
-the receiver posts its receive before it computes: a frame of the same size arrives during the computation.
+A value is sent as a frame (pass, tag, pickled structure), so shapes may change between messages. Over gloo the frame
+contains its tensors; over nccl, and for large values, they follow one by one. Sends do not wait. A receive waits at
+most for the timeout. Frames of a sender arrive in order, and early ones are kept, so a failing rank ends the wait of
+every other rank with a single frame. Both sides use the size of the last frame for the next one, and a receive is
+posted before the computation, so that a frame of the same size arrives meanwhile.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _ANY = -1  # tag of a header that ends every wait
 
 
 class Message(NamedTuple):
-    """Kind of a message.
+    """The kind of a message.
 
     Attributes:
-        name: Description for errors.
-        tag: Number shared by the messages that are received in the order in which they are sent.
+        name: The description for errors.
+        tag: The number of a sequence of messages, which are received in the order in which they are sent.
         backward: True for a gradient.
     """
 
@@ -62,7 +62,7 @@ class Failure(NamedTuple):
 
 
 class UnexpectedReport(Exception):
-    """Another rank compares its arguments before the pass, which this rank has begun without."""
+    """Raised if another rank compares its arguments before the pass and this rank does not."""
 
 
 REPORT = Message("its report on the batch", 1_000_000_000)
@@ -114,7 +114,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Undo :class:`_Pickler`, with tensors from ``tensor_of`` in the same order, and ``cache`` in place of caches."""
+    """Undo :class:`_Pickler`, with tensors from ``tensor_of`` in the same order, and ``cache`` for caches."""
 
     def __init__(self, packed: bytes, tensor_of: Callable[[TensorMeta], torch.Tensor], cache: Any) -> None:
         super().__init__(io.BytesIO(packed))
@@ -125,12 +125,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 class P2P(NotCopied):
-    """Sends and receives over the pipeline axis, in separate process groups.
+    """Send and receive over the pipeline axis, in separate process groups.
 
-    A failed step leaves messages that no later receive may take, so messages of earlier passes are dropped. On gloo
-    tags keep messages apart. nccl has no tags, and a send there waits for the sends before it, so each direction
-    (outputs or gradients, up or down: in a V outputs go both ways) has a group. A receive that gives up closes all
-    connections of its group, so the reason of a failure is published in ``failures``.
+    A failed step leaves messages, so receives drop messages of earlier passes. gloo separates messages by tags. nccl
+    has no tags, and its sends wait for earlier sends, so each direction has a group (outputs or gradients, up or down,
+    because outputs go both ways in a V). A receive that times out closes all connections of its group, so the reason of
+    a failure is published in ``failures``.
     """
 
     def __init__(self, mpu: MPU, failures: FailureLog) -> None:
@@ -159,7 +159,7 @@ class P2P(NotCopied):
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Begin a pass, on every rank; in it, limit the waits of collectives, and send and publish every error."""
+        """Begin a pass on every rank; in the block, limit the waits of collectives, and send and publish errors."""
         self._pass += 1
         self._all_know = self._ahead = False
         self.failures.clear()
@@ -173,7 +173,7 @@ class P2P(NotCopied):
 
     @contextlib.contextmanager
     def raised_by_all(self) -> Iterator[None]:
-        """Mark an error inside as one that all ranks raise, so that no failure is sent."""
+        """Mark an error in the block as raised by all ranks, so that no failure is sent."""
         try:
             yield
         except Exception:
@@ -187,23 +187,23 @@ class P2P(NotCopied):
             self._post_ahead(self.axis.ranks[place])
 
     def end_actions(self) -> None:
-        """Wait until all ranks have done their actions: no rank is left in a collective of a failed stage."""
+        """Wait until all ranks have run their actions, so that none is in a collective of a failed stage."""
         self._ahead = False
         self.exchange(None, _END)
         self.wait_sent()
         self._all_know = True  # no rank waits for a message later in this pass
 
     def _send_failure(self, error: Exception) -> None:
-        """Let all reachable ranks fail at once with this error, instead of after the timeout."""
+        """Send this error to all reachable ranks, so that they fail at once instead of after the timeout."""
         text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
         self.failures.publish(text)
         for place in self.peers:
             with contextlib.suppress(RuntimeError):  # its connection may be closed
                 self._send_frame(Failure(text), self.axis.ranks[place], Message("a failure", _ANY))
-        # Buffers live on, since a receiver may still take them, and drop them in a later pass.
+        # Buffers are kept, because a receiver may still read them, and drop them in a later pass.
         self._farewell += self._sent
         self._sent = []
-        if self.peers:  # before this process ends they may take the error
+        if self.peers:  # they may read the error before this process ends
             time.sleep(min(self.timeout, GRACE) / 2)
 
     # -- sending ---------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class P2P(NotCopied):
         self._sent.append((dist.isend(tensor, peer, group=group, tag=tag), tensor, name, label))
 
     def release(self, to: int, before: int) -> None:
-        """Free the buffers that place ``to`` has received before turn ``before``: gloo does not report it."""
+        """Free the buffers that place ``to`` has received before turn ``before``, which gloo does not report."""
         sent, self._sent = self._sent, []
         for entry in sent:
             work, _, _, label = entry
@@ -293,7 +293,7 @@ class P2P(NotCopied):
         """Receive a value from place ``origin`` of the axis, with ``cache`` in place of the sender's KV cache.
 
         Raises:
-            PipelineError: Nothing came in time, the sender failed, or its process ended.
+            PipelineError: No message came in time, the sender failed, or its process ended.
             UnexpectedReport: The sender has begun this pass with a report that this rank does not expect.
         """
         peer = self.axis.ranks[origin]
@@ -373,7 +373,7 @@ class P2P(NotCopied):
         return timedelta(seconds=self.timeout + GRACE * self._behind(peer))
 
     def _behind(self, peer: int) -> int:
-        """Count the ranks that the peer may wait for: the neighbor of a hanging rank should time out first."""
+        """Count the ranks that the peer may wait for, so that the neighbor of a hanging rank times out first."""
         place = self.axis.ranks.index(peer)
         return place if place < self.axis.rank else self.axis.size - 1 - place
 

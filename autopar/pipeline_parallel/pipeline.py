@@ -1,6 +1,6 @@
-"""A model in pipeline stages: built by ``initialize``, undone by ``deparallelize``, trained by ``execute_pipeline``.
+"""Build a model's pipeline stages, undo them, train with ``execute_pipeline``, and call the model through stages.
 
-A model with one stage has ``execute_pipeline`` and ``no_sync`` too, to accumulate gradients over micro-batches.
+A model with one stage also has ``execute_pipeline`` and ``no_sync``, to accumulate gradients over micro-batches.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ _OWNER = "the pipeline"
 
 @dataclass
 class PipelineOutput:
-    """Result of ``execute_pipeline``; also readable as ``out["loss"]``.
+    """The result of ``execute_pipeline``, also readable as ``out["loss"]``.
 
     Attributes:
-        loss: Detached loss of the batch; None on all stages but the last, unless ``broadcast_loss``.
-        outputs: Detached outputs of the model for the batch, on the last stage with ``return_outputs``; else None.
+        loss: The detached loss of the batch, on the last stage, or on all stages with ``broadcast_loss``; otherwise
+        None.
+        outputs: The detached outputs of the model, on the last stage with ``return_outputs``; otherwise None.
     """
 
     loss: torch.Tensor | None = None
@@ -94,9 +95,9 @@ def pipeline_of(model: nn.Module) -> Pipeline:
 
 @contextlib.contextmanager
 def no_sync(self: nn.Module) -> Iterator[None]:
-    """Skip the averaging over replicas; the next ``execute_pipeline`` outside averages all gradients.
+    """Skip the averaging over replicas; the next ``execute_pipeline`` outside of the block averages all gradients.
 
-    In a step of several calls it saves communication and leaves the result as it is.
+    In a step of several calls it saves communication without changing the result.
     """
     pipeline = pipeline_of(self)
     before, pipeline.averages = pipeline.averages, False
@@ -119,44 +120,42 @@ def execute_pipeline(
     count: Callable[[dict[str, Any]], Any] | None = None,
     penalty: Callable[[dict[str, nn.Parameter]], Any] | None = None,
 ) -> PipelineOutput:
-    """Run forward and backward of one batch, in micro-batches, through all stages; gradients accumulate.
+    """Run the forward and backward of one batch, in micro-batches, through all stages; gradients accumulate.
 
-    Every rank of a model replica calls it with the same batch. With one stage it accumulates over micro-batches.
+    Every rank of a model replica calls it with the same batch. After an error in the middle of a step call
+    ``zero_grad``, because some micro-batches may have added gradients.
 
     Args:
-        data: A dict of the model's arguments (a ``BatchEncoding``), or an iterator over such dicts, of which one is
-            read.
-        criterion: ``(outputs, inputs) -> loss`` of one micro-batch, a mean. Default: ``outputs.loss``, or the only
-            number in a tuple or dict of outputs.
+        data: A dict of the model's arguments (a ``BatchEncoding``), or an iterator over such dicts, from which the next
+            one is read.
+        criterion: A function ``(outputs, inputs) -> loss`` of one micro-batch, a mean. By default ``outputs.loss``, or
+            the only number in a tuple or dict of outputs.
         optimizer: The optimizer that will step; its ``scale_loss`` is applied, if it has one.
-        return_loss, return_outputs: Return the loss; the model's outputs, merged over all micro-batches.
-        broadcast_loss: Return the loss on every stage, not only on the last.
-        forward_only: Run no backward. Default: in evaluation mode and under ``no_grad``.
-        count: ``inputs -> number`` that the loss of a micro-batch is a mean over, if not its labels:
+        return_loss, return_outputs: True to return the loss; the model's outputs, merged over all micro-batches.
+        broadcast_loss: True to return the loss on every stage instead of only on the last one.
+        forward_only: True to skip the backward; by default in evaluation mode and under ``no_grad``.
+        count: A function ``inputs -> number``, the divisor of a micro-batch's loss if it is not the number of labels:
             ``lambda inputs: class_weights[inputs["labels"]].sum()``. It runs on every rank.
-        penalty: ``parameters -> number``, added to the loss of the batch. Each stage calls it with its parameters, by
-            name: ``lambda own: sum(autopar.full_tensor(p).norm() for p in own.values())``.
+        penalty: A function ``parameters -> number``, added to the loss of the batch. Each stage calls it with its
+            parameters by name: ``lambda own: sum(autopar.full_tensor(p).norm() for p in own.values())``.
 
     Returns:
-        :class:`PipelineOutput`. The loss and all gradients equal those computed on the full batch at once, with
-        ``loss_reduction: tokens``. Each micro-batch is weighted by its labels that are not -100, or, without labels, by
-        its samples. With ``num_items_in_batch`` in the batch, by which the model divides its losses, they are added.
-        Gradients are averaged over data-parallel replicas, each weighted by its labels too, so that they are the
-        gradients of the global batch; the loss is this replica's. (``loss_reduction: microbatch``,
-        ``num_items_in_batch`` and losses that are not a mean over labels: the plain average, as in
-        ``DistributedDataParallel``.)
+        The :class:`PipelineOutput`. With ``loss_reduction: tokens`` the loss and all gradients are equal to a pass of
+        the full batch: each micro-batch is weighted by its labels that are not -100, or by its samples without labels.
+        With ``num_items_in_batch`` in the batch, by which the model divides its losses, they are added. Gradients are
+        averaged over data-parallel replicas, weighted by labels too, so they are the gradients of the global batch; the
+        loss is this replica's. The average over replicas is unweighted, as in ``DistributedDataParallel``, for
+        ``loss_reduction: microbatch``, ``num_items_in_batch`` and losses that are not a mean over labels.
 
     Raises:
-        StopIteration: The iterator has ended, on all ranks of this replica.
+        StopIteration: The iterator has ended on all ranks of this replica.
         ConsistencyError: The stages of one replica got different batches (a sample of each tensor is compared) or
-            stepped optimizers after different calls, or the iterator has ended on some ranks only.
-        ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, the model's
-            own loss is not a mean over ``labels`` (or is user-defined, without ``count``) and there are several
+            stepped optimizers after different calls, or the iterator has ended on only some ranks.
+        ConfigError: ``data`` is neither a batch nor an iterator, the outputs have no loss to train with, the model's
+            loss is not a mean over ``labels`` (or is user-defined, without ``count``) and there are several
             micro-batches, or ``criterion`` reads weights of blocks or does not return a tensor.
-        PipelineError: Another stage, tensor-parallel rank or replica failed, ended, or did not deliver within
-            ``pipeline.timeout``; the error names it.
-
-    After an error in the middle of a step call ``zero_grad``: some gradients hold a part of this call's.
+        PipelineError: Another stage, tensor-parallel rank or replica failed, ended, or exceeded ``pipeline.timeout``.
+            The error names it.
     """
     pipeline = pipeline_of(self)
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
@@ -179,9 +178,9 @@ class Pipeline:
     """The stages of one model on this rank.
 
     Args:
-        model: The model with all blocks (already sharded by tensor parallelism); changed in place.
-        inner: The Hugging Face model in it, or a plain module.
-        check: Compare batches, optimizer steps and copies of weights over the stages.
+        model: The model with all blocks, already sharded by tensor parallelism. It is changed in place.
+        inner: The Hugging Face model in ``model``, or a custom module.
+        check: True to compare batches, optimizer steps and copies of weights between the stages.
     """
 
     def __init__(
@@ -210,11 +209,11 @@ class Pipeline:
         released = self.released.parameters
         self.engine = Engine(model, self.context, plan, self.p2p, self.tied, check=check, released=released)
         self.loss, self.main_input = loss, getattr(inner, "main_input_name", "")
-        self.last = plan.rank_of[-1] == mpu.pp.rank  # whether this rank holds the last stage
-        self.averages = True  # gradients over dp, at the end of a training pass
-        self.unaveraged = False  # whether the last pass left that to a later one
-        self._warned = False  # of replicas with different numbers of labels and equal weights
-        # A KV cache, which transformers fills by default, copies all keys and values, and no caller gets it.
+        self.last = plan.rank_of[-1] == mpu.pp.rank  # True if this rank holds the last stage
+        self.averages = True  # False inside of no_sync: gradients are not averaged over dp
+        self.unaveraged = False  # True if the last pass did not average
+        self._warned = False  # True after the warning about replicas with different numbers of labels
+        # transformers fills a KV cache by default, which would copy all keys and values without use.
         cached = isinstance(inner, PreTrainedModel) and (model is inner or is_peft_model(model))
         cached = cached and "use_cache" in inspect.signature(inner.forward).parameters
         self._defaults: dict[str, Any] = {"use_cache": False} if cached else {}
@@ -235,12 +234,12 @@ class Pipeline:
                 bind(module, _STAGES, forward=_forward_of(kind, (inside[0], inside[-1] + 1)))
 
     def expect_steps(self, optimizer: Any) -> None:
-        """Raise later if this rank never steps: the optimizer that ``initialize`` got has weights here."""
+        """Expect steps of the optimizer that was passed to ``initialize`` on this rank, if it has weights here."""
         if optimizer is not None and self.engine.steps is not None:
             self.engine.steps.expected = any(p.numel() for group in optimizer.param_groups for p in group["params"])
 
     def undo(self, model: nn.Module) -> None:
-        """Restore the full model on every stage (each still a tensor-parallel shard). Collective."""
+        """Restore all blocks on every stage, still sharded over tp. Collective."""
         reload(model, self.plan, self.released, self.mpu)
         unmark_boundaries(model, self.plan)
         unbind(model, _STAGES)
@@ -256,14 +255,14 @@ class Pipeline:
         return self._schedules[key]
 
     def check_adapters(self, model: nn.Module) -> None:
-        """Raise ConfigError if layers got adapters after the split, of which each stage would have a few."""
+        """Raise ConfigError if layers got adapters after the split, because each stage would have only some."""
         now = sum(1 for _ in tuner_layers(model))
         if now != self._adapted:
             raise ConfigError(
-                f"{now} layers of {type(model).__name__} have adapters, {self._adapted} had them when it was split "
-                f"into {self.plan.stages} pipeline stages.\n  Adapters come first: model = "
-                "autopar.initialize(peft.get_peft_model(plain_model, lora_config), config).\n"
-                "  On a model that is parallelized already: autopar.integrations.get_peft_model(model, lora_config)."
+                f"{now} layers of {type(model).__name__} have adapters; {self._adapted} had them before the split into "
+                f"{self.plan.stages} pipeline stages.\n  Add adapters before: model = "
+                "autopar.initialize(peft.get_peft_model(base_model, lora_config), config).\n"
+                "  On a parallelized model use autopar.integrations.get_peft_model(model, lora_config)."
             )
 
     def read_step(
@@ -311,9 +310,9 @@ class Pipeline:
         )
 
     def _needs_no_cache(self, batch: dict[str, Any]) -> bool:
-        """Return whether transformers does the same without a cache; else it splits documents by ``position_ids``.
+        """Return whether transformers computes the same without a cache.
 
-        To do so, without a mask, it would wait for an accelerator.
+        Without a cache and a mask it would split documents by ``position_ids``, which waits for an accelerator.
         """
         masked = batch.get("attention_mask") is not None or self.mpu.device.type == "cpu"
         return masked and not any(name.endswith("position_ids") for name in batch)
@@ -327,7 +326,7 @@ class Pipeline:
         return functools.partial(loss_of, criterion, required=backward, blocks=blocks)
 
     def run(self, model: nn.Module, step: Step) -> None:
-        """Run one pass of the schedule; sum gradients over the holders of tied weights, average them over replicas."""
+        """Run one pass of the schedule, sum gradients of tied weights over stages, and average over replicas."""
         actions = self.actions(step.backward, len(step.microbatches))
         if not step.backward:
             self.engine.run(actions, step)
@@ -354,7 +353,7 @@ class Pipeline:
         self.unaveraged = not self.averages and self.mpu.dp_cp.size > 1 and not state.config.fully_sharded
 
     def _penalise(self, model: nn.Module, step: Step) -> None:
-        """Add the penalty of this stage's parameters, and its gradients; a tied weight counts on its first stage."""
+        """Add the penalty of this stage's parameters and its gradients. A tied weight counts on its first stage."""
         if step.penalty is None:
             return
         plan, place = vars(model)["_autopar"].plan, self.mpu.pp.rank
@@ -366,7 +365,7 @@ class Pipeline:
         with torch.set_grad_enabled(step.backward):
             value = step.penalty(own) if own else 0.0
         if isinstance(value, torch.Tensor) and (value.numel() != 1 or not value.is_floating_point()):
-            raise ConfigError(f"execute_pipeline: penalty= must return one number, not a tensor of {list(value.shape)}")
+            raise ConfigError(f"execute_pipeline: penalty= must return one number, got a tensor of {list(value.shape)}")
         if isinstance(value, torch.Tensor) and value.requires_grad:
             (value if step.scale is None else step.scale(value)).backward()
         step.penalties = torch.as_tensor(value, dtype=torch.float32, device=self.mpu.device).detach().reshape(())
@@ -397,7 +396,7 @@ class Pipeline:
 
 
 def _weights(shares: list[float], counts: list[float], replica: int) -> list[float]:
-    """Return the factors of losses; without a label anywhere NaN is differentiated, as in one process."""
+    """Return the factors of losses. If no replica has a label, NaN is differentiated, as in one process."""
     if not (sum(counts) if counts else any(shares)):
         return [1 / len(shares)] * len(shares)
     return weights_over_replicas(shares, counts, replica) if counts else shares
@@ -415,9 +414,9 @@ def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
             return type(self).forward(self, *args, **kwargs)
         if self.training and torch.is_grad_enabled():
             raise ConfigError(
-                f"{type(self).__name__} is split into {pipeline.plan.stages} pipeline stages: train it by\n"
-                "  out = model.execute_pipeline(batch, optimizer=optimizer); optimizer.step(); optimizer.zero_grad()\n"
-                "  A plain call is for inference: model.eval(), or under torch.no_grad()."
+                f"{type(self).__name__} has {pipeline.plan.stages} pipeline stages and cannot be trained by a plain "
+                "call\n  Use out = model.execute_pipeline(batch, optimizer=optimizer); optimizer.step(); "
+                "optimizer.zero_grad()\n  For inference call model.eval(), or use torch.no_grad()."
             )
         refuse_collected(pipeline.inner, pipeline.plan.stages, kwargs)
         pipeline.released.follow(pipeline.engine.model)
@@ -429,22 +428,24 @@ def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
 # -- plain calls, also by ``generate`` ---------------------------------------------------------------------------------
 
 _RESULT = Message("the model's result", 1_000_001)
-_COMPARED = "_autopar_compared"  # attribute of a cache that a call has returned: whether that call was given it
+_COMPARED = "_autopar_compared"  # attribute of a returned cache: True if the call had received it
 
 
 @torch.no_grad()
 def call_through_stages(
     module: nn.Module, span: tuple[int, int], engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the result of ``module(*args, **kwargs)`` on the full model, on every rank; without gradients.
+    """Return the result of ``module(*args, **kwargs)`` through all stages, on every rank, without gradients.
 
-    Every rank calls it with the same arguments. A KV cache holds this rank's layers only. ``span`` is the first element
-    of the module, and the one after its last.
+    Every rank calls it with the same arguments. A KV cache holds only this rank's layers.
+
+    Args:
+        span: The range ``(first, stop)`` of the module's elements.
 
     Raises:
-        ConfigError: A KV cache was given, and ranks have several stages.
-        ConsistencyError: Stages got different arguments in the first call with a cache, or in a call without; or a
-            cache was used before on some ranks only.
+        ConfigError: The call has a KV cache, and ranks have several stages.
+        ConsistencyError: Stages got different arguments in the first call with a cache, or in a call without one; or a
+            cache was used before on only some ranks.
     """
     start, stop = span
     context, plan, p2p = engine.context, engine.plan, engine.p2p
@@ -452,18 +453,17 @@ def call_through_stages(
         start = max(start, context.encoder + 1)
     stages = [s for s in range(plan.stages) if plan.bounds[s] < stop and plan.bounds[s + 1] > start]
     given, ranks = outputs.find_cache(args, kwargs), [plan.rank_of[stage] for stage in stages]
-    if given is not None and len(set(ranks)) < len(ranks):  # the second stage would find its lengths after this call
+    if given is not None and len(set(ranks)) < len(ranks):  # the second stage would read the length after this call
         raise ConfigError(
-            f"a KV cache goes through {len(ranks)} stages on {len(set(ranks))} ranks: of several on a rank the later "
-            "ones read how long\n  the sequence was from a cache that the first has extended already. Use "
-            "generate(..., use_cache=False), or a schedule with\n  one stage on each rank: 1f1b, gpipe, zero-bubble."
+            f"a KV cache is not supported with {len(ranks)} stages on {len(set(ranks))} ranks, several per rank\n"
+            "  Use generate(..., use_cache=False), or a schedule with one stage per rank: 1f1b, gpipe, zero-bubble."
         )
     plain = functools.partial(type(module).forward, module)  # the hooks around it have run
     rank, owner = p2p.axis.rank, ranks[-1]
     compared, checks = getattr(given, _COMPARED, None), engine.steps is not None
     with p2p.one_pass():
         try:
-            if checks and not compared:  # in generate the first call only
+            if checks and not compared:  # in generate only the first call
                 compare_call(module, args, kwargs, p2p, compared)
             blame = p2p.failures.blame("a collective in a plain call of the model", p2p.failures.mpu.tp_cp.ranks)
             with base_seed(plan.stages > 1 and module.training) as seed, blame:
@@ -476,7 +476,7 @@ def call_through_stages(
             else:
                 result = outputs.incomplete(*p2p.receive(owner, _RESULT, cache=cache))
             p2p.wait_sent()
-        except UnexpectedReport:  # from a rank with another cache: all compare, and raise
+        except UnexpectedReport:  # a rank has another cache: all ranks compare, and raise
             compare_call(module, args, kwargs, p2p, compared)
             raise
     if cache is not None and rank not in ranks:

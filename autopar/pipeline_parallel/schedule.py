@@ -1,8 +1,8 @@
-"""Schedules: the order in which each rank runs the forwards and backwards of its stages. Pure.
+"""Make schedules: the order in which each rank runs the forwards and backwards of its stages, without communication.
 
-A schedule is written rank by rank, as slots: an action, and one of the rank's stages. Each slot takes the next
-micro-batch of its stage. Sends do not wait in the engine, so a list that can be played (an action waits until its
-inputs are there) cannot deadlock; the tests play all of them.
+For each rank a schedule is a list of slots: an action and one of the rank's stages. Each slot runs the next micro-batch
+of its stage. The engine's sends do not wait, so a schedule cannot deadlock if the inputs of each action are sent by
+earlier actions; the tests check this for all schedules.
 
 | name          | stages a rank | backward    | idle | forwards that wait | source                                    |
 |---------------|---------------|-------------|------|--------------------|-------------------------------------------|
@@ -13,9 +13,11 @@ inputs are there) cannot deadlock; the tests play all of them.
 | `zbv`         | 2, in a V     | split       | 1    | 2p                 | Qi et al., "... Controllable Memory", 2024 |
 | `dualpipev`   | 2, in a V     | some split  | 1    | 2p + 1             | DeepSeek-V3, 2024, 3.2.1, in half         |
 
-p ranks, r the rank, m micro-batches, v stages a rank. Idle: waiting time of each rank, times p - 1, if a forward, the
-gradient of the input and the gradient of the weights take one tick each in a stage of 1/v of a rank's layers. Forwards
-that wait for their backward need memory for activations, each of one stage.
+[Note: memory of the schedule] p ranks, r the rank, m micro-batches, v stages per rank. Each forward that waits for its
+backward keeps the activations of one stage, so the column "forwards that wait" is the memory of the schedule: `gpipe`
+keeps all micro-batches, `1f1b` at most p. Idle: the waiting time of each rank, in units of p - 1 ticks, if a forward,
+an input gradient and a weight gradient take one tick each in a stage of 1/v of a rank's layers. Split backwards fill
+the idle time with weight gradients, and keep activations longer.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Action(NamedTuple):
 
 
 def forwards(name: str, rank_of: Sequence[int], microbatches: int) -> list[list[Action]]:
-    """Make the lists of actions of a pass without backward, one per rank: the schedule's forwards only."""
+    """Make the lists of actions of a pass without a backward, one per rank."""
     return [[action for action in row if action.kind == "F"] for row in make_schedule(name, rank_of, microbatches)]
 
 
@@ -49,8 +51,8 @@ def make_schedule(name: str, rank_of: Sequence[int], microbatches: int) -> list[
     Args:
         name: One of :data:`autopar.config.sections.SCHEDULES`.
         rank_of: Stage -> rank.
-        microbatches: Number of micro-batches, at least 1. With fewer than twice the ranks (a last smaller batch)
-            ``dualpipev`` becomes ``zbv``; with one stage a rank both become ``zero-bubble``.
+        microbatches: The number of micro-batches, at least 1. With fewer than two per rank (a smaller last batch)
+            ``dualpipev`` becomes ``zbv``; with one stage per rank both become ``zero-bubble``.
     """
     ranks = max(rank_of) + 1
     folded = len(rank_of) == 2 * ranks
@@ -63,7 +65,7 @@ def make_schedule(name: str, rank_of: Sequence[int], microbatches: int) -> list[
         if name == "interleaved":
             lists.append(_interleaved(rank, ranks, len(rank_of) // ranks, microbatches))
         elif name == "zbv":
-            enough = max(microbatches, 2 * ranks - 1)  # for which it is defined; the excess is dropped
+            enough = max(microbatches, 2 * ranks - 1)  # the minimum of the schedule; actions of the excess are dropped
             lists.append([action for action in _number(_zbv(rank, ranks, enough)) if action.microbatch < microbatches])
         elif name == "dualpipev":
             lists.append(_number(_dualpipev(rank, ranks, microbatches)))
@@ -73,7 +75,7 @@ def make_schedule(name: str, rank_of: Sequence[int], microbatches: int) -> list[
 
 
 def _number(slots: _Slots) -> list[Action]:
-    """Each slot with the next micro-batch of its stage; ``W`` finishes what ``I`` began first, whichever stage's."""
+    """Assign the next micro-batch of its stage to each slot; ``W`` follows the order of the ``I`` of all stages."""
     actions: list[Action] = []
     begun: Counter[tuple[bool, int]] = Counter()  # forwards and backwards of each stage
     halves: deque[Action] = deque()
@@ -90,9 +92,9 @@ def _number(slots: _Slots) -> list[Action]:
 
 
 def _straight(name: str, rank: int, ranks: int, microbatches: int) -> _Slots:
-    """``gpipe``, ``1f1b`` and ``zero-bubble``, of one stage on each rank: so many forwards ahead, then in turn.
+    """Make ``gpipe``, ``1f1b`` or ``zero-bubble``, with one stage per rank: some forwards first, then alternating.
 
-    In ``zero-bubble`` rank r keeps r gradients of weights back, with which it fills the time until the next input.
+    In ``zero-bubble`` rank r delays r weight gradients, to fill the time until the next input.
     """
     ahead = microbatches if name == "gpipe" else min(ranks - rank, microbatches)
     backward, late = ("B", microbatches) if name != "zero-bubble" else ("I", rank)
@@ -107,9 +109,10 @@ def _straight(name: str, rank: int, ranks: int, microbatches: int) -> _Slots:
 
 
 def _interleaved(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """Forwards and backwards in rounds, chunk by chunk, with Megatron-LM's warm-up.
+    """Make forwards and backwards in rounds, chunk by chunk, with Megatron-LM's warm-up.
 
-    A round has as many micro-batches as ranks there, and here up to twice as many where they do not come out even.
+    In Megatron-LM a round has as many micro-batches as ranks; here it may have up to twice as many if they do not
+    divide.
     """
     rounds = max(1, microbatches // ranks)
     sizes = [microbatches // rounds + (number < microbatches % rounds) for number in range(rounds)]
@@ -129,13 +132,13 @@ def _interleaved(rank: int, ranks: int, chunks: int, microbatches: int) -> list[
 
 
 def _zbv(rank: int, ranks: int, microbatches: int) -> _Slots:
-    """The V of "Pipeline Parallelism with Controllable Memory" (Qi et al., 2024): 2 * ranks - 1 micro-batches or more.
+    """Make the V schedule of Qi et al. (2024, "... Controllable Memory"), for at least 2 * ranks - 1 micro-batches.
 
-    Backwards are split, so that the gradient of the input comes early. In the middle each stage's forward is followed
-    by a backward of the other stage; at the end the delayed gradients of weights fill the time.
+    Backwards are split, so that input gradients come early. In the middle each stage's forward is followed by a
+    backward of the other stage; at the end delayed weight gradients fill the time.
     """
     down, up = rank, 2 * ranks - 1 - rank
-    behind = ranks - rank  # ranks from this one to the turn of the V
+    behind = ranks - rank  # number of ranks from this one to the turn of the V
     slots = [("F", down)] * (2 * behind - 1)
     slots += [("F", up), ("F", down)] * rank
     slots += [("F", up), ("I", up), ("W", up)] * behind
@@ -149,11 +152,11 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> _Slots:
 
 
 def _dualpipev(rank: int, ranks: int, microbatches: int) -> _Slots:
-    """DualPipe (arXiv 2412.19437, 3.2.1) in half, on the stages of a V, for at least 2 * ranks micro-batches.
+    """Make one half of DualPipe (arXiv 2412.19437, 3.2.1) on the stages of a V, for at least 2 * ranks micro-batches.
 
     In the middle the rank alternates a forward of one stage and a backward of the other. The paper overlaps such a
-    pair; here they run in sequence, with the order and memory of the schedule. Backwards are split only where other
-    ranks would wait for the gradient of the input: first, and in the second half of the end.
+    pair; here they run in sequence, with the order and memory of the schedule. Backwards are split only if other ranks
+    would wait for the input gradient: at the beginning, and in the second half of the end.
     """
     down, up = rank, 2 * ranks - 1 - rank
     behind, here = ranks - 1 - rank, rank + 1  # ranks nearer to the turn of the V; this one and those before it

@@ -1,15 +1,16 @@
-"""The forward of one stage through the model's code, from its received input to its output.
+"""Run the forward of one stage through the model's code, from its received input to its output.
 
-The elements of a model (its blocks, and an encoder) are the boundaries of its stages: their classes are swapped. While
-a :class:`StageForward` runs, an element before the stage returns the received output, the stage's elements compute, and
-the last of them ends the forward by an exception that carries its output. The code around the blocks (masks, positions,
-heads) is the model's. The first forward of each kind of call is examined: its results may not depend on weights of
-another stage.
+[Note: state passing between stages] Every stage runs the model's forward. The classes of the elements (the blocks, and
+an encoder) are swapped. An element before the stage returns the received output, the stage's elements compute, and the
+last one ends the forward by an exception with its output. The output is sent as it is, with all nested tensors
+(:mod:`autopar.pipeline_parallel.p2p`), except for KV caches: each rank keeps the cache of its layers. Code around the
+blocks (masks, positions, heads) runs on every stage with placeholders for other stages' weights. The first forward of
+each kind of call is examined: its result must not depend on weights of another stage.
 
 [Note: random streams of stages] Every stage runs the code before the blocks. Blocks of several stages, or the code
-after them, may read its draws (the patches to mask, jittered coordinates), so the draws must be identical on all
-stages: they come from a stream of the micro-batch. Blocks draw (dropout) from a stream of their stage. The code before
-a decoder has a third stream, since the stage that runs the end of the encoder comes there from its blocks.
+after them, may read its draws (the patches to mask, jittered coordinates). So these draws come from a stream of the
+micro-batch, identical on all stages. Blocks draw (dropout) from a stream of their stage. The code before a decoder has
+a third stream, because the stage with the end of the encoder has drawn from its blocks' stream.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from autopar.swap import swap, unswap
 
 
 class StageOutput(NamedTuple):
-    """Output of one stage, and input of the next: of its last element, exactly as returned, and of the encoder."""
+    """The output of a stage and input of the next: the outputs of its last element and of the encoder, unchanged."""
 
     output: Any
     encoder: Any = None
 
 
 class StageEnd(Exception):
-    """End of a stage's forward, after its last element."""
+    """The end of a stage's forward, after its last element."""
 
     completes = True  # not an error
 
@@ -58,13 +59,13 @@ class StageEnd(Exception):
 
 
 class StageContext:
-    """State that the boundaries of one model share on this rank.
+    """The state that the boundaries of one model share on this rank.
 
     Attributes:
-        encoder: Place of the encoder among the elements.
-        forward: The stage forward that runs now; None outside of the pipeline, where elements are plain modules.
+        encoder: The index of the encoder among the elements.
+        forward: The current stage forward; None outside of the pipeline, where elements run as usual.
         placeholders: Name -> placeholder of each tensor that this rank does not hold.
-        examined: Kinds of calls that were examined -> entries of the result that the last stage cannot compute.
+        examined: Kind of an examined call -> entries of the result that the last stage cannot compute.
     """
 
     def __init__(self, encoder: int | None) -> None:
@@ -74,12 +75,12 @@ class StageContext:
         self.examined: dict[Any, tuple[str, ...]] = {}
 
     def in_front(self) -> bool | None:
-        """Return whether the current forward is before its first element, where all stages run; None without one."""
+        """Return whether the current forward is before its first element; None without a current forward."""
         return None if self.forward is None else not self.forward.reached
 
 
 class Streams:
-    """The random streams of one micro-batch; without a seed, the generators as they are."""
+    """The random streams of one micro-batch; without a seed, generators do not change."""
 
     def __init__(self, seed: int | None, stages: int, microbatch: int = 0) -> None:
         self.stages = stages
@@ -87,7 +88,7 @@ class Streams:
 
     @contextmanager
     def front(self) -> Iterator[None]:
-        """Draw from the stream of the code before the blocks, until another stream is switched to."""
+        """Draw from the stream of the code before the blocks, until another stream begins."""
         with nullcontext() if self.first is None else seeded(self.first):
             yield
 
@@ -106,16 +107,16 @@ class StageForward:
     """One forward of a stage.
 
     Args:
-        bounds: The first of its elements, and the one after its last.
+        bounds: The range ``(first, stop)`` of its elements.
         last: True if it returns the model's result.
-        streams: Random streams; by default the generators as they are.
+        streams: The random streams; by default generators do not change.
 
     Attributes:
-        provenance: The dispatch mode while a forward is examined: then only ``source``, the element before the stage,
-            returns the received output, and earlier ones a marked copy.
-        before: Earlier blocks that were called.
-        cache: KV cache of the model's blocks.
-        loss: Loss of the last stage's result.
+        provenance: The dispatch mode while a forward is examined. Then only ``source``, the element before the stage,
+            returns the received output, and earlier elements a marked copy.
+        before: The earlier blocks that were called.
+        cache: The KV cache of the model's blocks.
+        loss: The loss of the last stage's result.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class StageForward:
         self.restart(self.start - 1)
 
     def restart(self, source: int) -> None:
-        """Reset, to run for the first time or again."""
+        """Reset before the first or another run."""
         self.source = source
         # outputs of the last element so far, and of the encoder
         self.output, self.encoder = self.received or StageOutput(None)
@@ -183,17 +184,17 @@ class StageForward:
             self.streams.stage(self.stage)
 
     def check_copies(self) -> None:
-        """Raise UnsupportedModelError if the model wrote into what :meth:`output_before` returned."""
+        """Raise UnsupportedModelError if the model wrote into an output of :meth:`output_before`."""
         for place, copied, version in self._copies:
             if version_of(copied) != version:
                 raise UnsupportedModelError(
-                    "this model cannot be split into pipeline stages: its forward writes in place into the output of "
+                    "this model is not supported with pipeline stages: its forward writes in place into the output of "
                     f"block {place}, which a later stage does not have"
                 )
 
 
 class StageBoundary:
-    """Class before the class of a block, or an encoder: a forward may start after it, and stop there."""
+    """A mixin before the class of a block or an encoder, after which a stage's forward may start or end."""
 
     stage_context: StageContext
     stage_place: int
@@ -277,7 +278,7 @@ def run_stage(
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the names and types of arguments, which decide which code of a model runs."""
+    """Return the names and types of arguments, which determine the code that a model runs."""
     if isinstance(value, torch.Tensor):
         return value.ndim, value.dtype
     if isinstance(value, Cache):

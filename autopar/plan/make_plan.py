@@ -1,4 +1,4 @@
-"""make_plan: policy, model and tensor-parallel size -> a :class:`Plan`. Every check is here; the model is only read."""
+"""Make a :class:`Plan` from a policy, a model and a tensor-parallel size. All checks are made here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def scaled_attributes(scope: Scope, modules: Mapping[str, ModulePlan]) -> Iterat
                 hint = nearest(own, [key for key, v in vars(module).items() if type(v) is int])
                 raise PolicyError(f"{type(scope.root).__name__} has no integer attribute '{shown}'.{hint}", ratio.where)
             if optional and scope.block is not None and units[0] not in counts:
-                continue  # another mixer's attribute of the same name
+                continue  # an attribute of the same name in another mixer
             if any(scope.table.stays_whole(unit, scope.block) for unit in units):
                 continue
             yield AttributePlan(
@@ -74,13 +74,13 @@ def _scaled(value: int, ratio: Ratio, counts: Mapping[str, int], scope: Scope, s
             count = table.count(unit, scope.block) or counts.get(unit)
             if count is None:
                 raise PolicyError(
-                    f"'{unit}' is inferred and shards nothing in this block, as {shown} needs", ratio.where
+                    f"{shown} needs a sharded unit; '{unit}' is inferred and not sharded in this block", ratio.where
                 )
             ranges = table.ranges(unit, count, tp, scope.block)
             numbers.append([count, *(stop - start for start, stop in ranges)])
     top, bottom = [width * number for number in numbers[0]], numbers[1] if len(numbers) == 2 else [1] * (tp + 1)
     if per is not None and value * bottom[0] != top[0]:
-        raise PolicyError(f"{shown}={value} is not {top_part} / {per} = {top[0]} / {bottom[0]}", ratio.where)
+        raise PolicyError(f"{shown}={value} must be {top_part} / {per} = {top[0]} / {bottom[0]}", ratio.where)
     if value * bottom[0] % top[0]:
         raise PolicyError(f"{shown}={value} is not a multiple of {top[0]} {top_part}", ratio.where)
     values = []
@@ -89,7 +89,7 @@ def _scaled(value: int, ratio: Ratio, counts: Mapping[str, int], scope: Scope, s
         if rest:
             raise ConfigError(
                 f"tensor_parallel_size={tp} does not fit {table.model}: {shown} would be {top[rank]} / {bottom[rank]} "
-                f"({top_part} / {per}) on rank {rank - 1}, which is not whole ({ratio.where})."
+                f"({top_part} / {per}) on rank {rank - 1}, which is not an integer ({ratio.where})."
             )
         values.append(scaled)
     return tuple(values)
@@ -103,11 +103,12 @@ def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan]]:
         parent, _, name = pattern.rpartition(".")
         for path, module in walk(scope.root, parent, entry.where) if parent else [("", scope.root)]:
             if not isinstance(module, nn.Module):
-                raise PolicyError(f"{path} is no module, it has no forward that takes '{name}'", entry.where)
+                raise PolicyError(f"{path} must be a module whose forward has the argument '{name}'", entry.where)
             known = list(inspect.signature(module.forward).parameters)
             if name not in known:
                 raise PolicyError(
-                    f"forward of {path} ({type(module).__name__}) takes no '{name}'.{nearest(name, known)}", entry.where
+                    f"forward of {path} ({type(module).__name__}) has no argument '{name}'.{nearest(name, known)}",
+                    entry.where,
                 )
             count = scope.table.count(entry.unit, scope.block)
             if count is None:
@@ -121,11 +122,12 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     """Return the shards of ``root`` on each of ``tp`` ranks. Works on the meta device and in one process.
 
     Args:
-        experts: Ranks over which mixtures are sharded by expert, a multiple of ``tp``; 1: each expert is sharded.
+        experts: The number of ranks over which mixtures are sharded by expert, a multiple of ``tp``; 1 shards each
+            expert.
 
     Raises:
-        PolicyError: the policy does not describe this model (file and line).
-        ConfigError: the size does not fit (both numbers, and a size that does).
+        PolicyError: The policy does not describe this model (with file and line).
+        ConfigError: The size does not fit (with a size that does).
     """
     described = Described.of(root, policy)
     policy, prefix, model = described.policy, described.prefix, described.model
@@ -145,7 +147,7 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
         where = next((match.rule.where for match in matches if match.rule.by_expert is not None), policy.where)
         lay = registry.entry("matches", BY_EXPERT, f"the rule '{BY_EXPERT}' ({where})")
         matches, expert_attributes, expert_rules = lay(matches, root, experts)
-    for bare in (False, True):  # a bare parameter that is tied to one which a layer's rule shards follows that rule
+    for bare in (False, True):  # a bare parameter that is tied to a layer's weight follows the layer's rule
         for match in matches:
             if isinstance(match.module, nn.Module) is not bare:
                 for rule in (match.rules or tensor_rules_of)(match):
@@ -158,10 +160,10 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     for scope in scopes:
         for path, sliced in sliced_inputs(scope):
             known = modules.get(names[path]) or ModulePlan(names[path], "", sliced.where)
-            if all(other.name != sliced.name for other in known.inputs):  # else a module that several blocks share
+            if all(other.name != sliced.name for other in known.inputs):  # a shared module may have it already
                 modules[known.path] = replace(known, inputs=(*known.inputs, sliced))
     _refuse_replicas_in_regions(modules)
-    for plan in list(modules.values()):  # a mixer that reads the weight of its convolution itself sums the gradient
+    for plan in list(modules.values()):  # a mixer that reads its convolution's weight sums the gradient
         special = plan.summed or any(layout.replicated for layout in plan.layouts.values())
         parent = plan.path.rpartition(".")[0]
         if special and plan.rule in ("sharded", "replicated", "norm_over") and parent and parent not in modules:
@@ -170,7 +172,7 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     if missing := [join(prefix, name) for name, parameter in model.named_parameters() if id(parameter) not in layouts]:
         raise PolicyError(
             f"no rule covers {len(missing)} parameters of {type(model).__name__}: {listed(missing)}. "
-            "Every parameter needs a rule; 'replicated' keeps one whole.",
+            "Every parameter needs a rule; 'replicated' keeps it full on every rank.",
             policy.where,
         )
     mixtures = {path for path, plan in modules.items() if plan.rule in expert_rules}
@@ -196,7 +198,7 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
 
 
 def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:
-    """``match``, as ``replicated`` where ``or_whole`` says so; a buffer needs no rule for that."""
+    """Return the match, changed to ``replicated`` if ``or_whole`` applies; a buffer then needs no rule."""
     units = match.rule.units
     if not any(match.scope.table.stays_whole(unit, match.scope.block) for unit in units):
         return [match]
@@ -204,21 +206,21 @@ def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:
         return []
     if match.rule.extension:
         raise match.error(
-            f"'{match.rule.extension[0]}' of {match.shown} extends the rule of a sharded layer, and the layer stays "
-            "replicated here ('or_whole')."
+            f"'{match.rule.extension[0]}' of {match.shown} needs a sharded layer, but 'or_whole' keeps the layer "
+            "replicated here."
         )
     return [replace(match, rule=replace(match.rule, kind="replicated", parts=(), gather_output=False, split_input=False,
                                       enter_output=False, inside=False, dim=None, by_expert=None))]  # fmt: skip
 
 
 def _names(root: nn.Module) -> dict[str, str]:
-    """Return each module's path -> its first path: several blocks may share a module (Zamba's, ALBERT's)."""
+    """Map each path to the first path of the same module, which several blocks may share (Zamba, ALBERT)."""
     first = {id(module): path for path, module in root.named_modules()}
     return {path: first[id(module)] for path, module in root.named_modules(remove_duplicate=False)}
 
 
 def _distinct_matches(matches: list[RuleMatch], names: Mapping[str, str]) -> list[RuleMatch]:
-    """Drop the matches of further paths to the same module."""
+    """Keep one match per module, for its first path."""
     found: dict[int, RuleMatch] = {}
     result = []
     for match in matches:
@@ -232,10 +234,10 @@ def _distinct_matches(matches: list[RuleMatch], names: Mapping[str, str]) -> lis
 
 
 class _Layouts(dict[int, tuple[Layout | None, RuleMatch, str]]):
-    """``id`` of a parameter or buffer -> its layout, the match that gave it, and its name there."""
+    """``id`` of a parameter or buffer -> layout, the match that determines it, and the name in the matched module."""
 
     def note(self, tensor: torch.Tensor, layout: Layout | None, match: RuleMatch, name: str, *, bare: bool) -> None:
-        """Note the layout of a tensor; tied ones must agree, but a bare parameter yields to a layer's rule."""
+        """Set the layout of a tensor. Tied tensors must agree, but a layer's rule overrides a bare parameter's."""
         known, other, other_name = self.setdefault(id(tensor), (layout, match, name))
         if known != layout and not (bare and layout is None):
             raise match.error(
@@ -244,7 +246,7 @@ class _Layouts(dict[int, tuple[Layout | None, RuleMatch, str]]):
             )
 
     def over(self, tp: int, ranks: int) -> tuple[dict[int, Layout | None], set[int]]:
-        """Return layouts over ``ranks``, and the tensors sharded over all of them, not over each ``tp`` of them."""
+        """Return layouts over ``ranks``, and the tensors that are sharded over all of them instead of over ``tp``."""
         found = {key: layout for key, (layout, _, _) in self.items()}
         wide = {key for key, layout in found.items() if layout is not None and layout.axis_size > tp}
         if ranks > tp:
@@ -270,7 +272,7 @@ def _add(rule: TensorRule, match: RuleMatch, modules: dict[str, ModulePlan], lay
 
 
 def _refuse_replicas_in_regions(modules: Mapping[str, ModulePlan]) -> None:
-    """Check that no parameter in a region is on two ranks: its outputs are summed, they would count twice."""
+    """Check that no parameter in a region is on two ranks, because the outputs of a region are summed."""
     regions = [path for path, plan in modules.items() if plan.rule == "region"]
     for path, plan in modules.items():
         if any(path == region or path.startswith(region + ".") for region in regions):
@@ -278,7 +280,7 @@ def _refuse_replicas_in_regions(modules: Mapping[str, ModulePlan]) -> None:
                 if layout.replicated:
                     raise ConfigError(
                         f"tensor_parallel_size={layout.axis_size} does not fit {join(path, name)}: a region needs at "
-                        f"least one unit of each kind a rank ({plan.where})."
+                        f"least one unit of each kind per rank ({plan.where})."
                     )
 
 
@@ -289,7 +291,7 @@ def _words(layout: Layout | None) -> str:
 
 
 def _distinct(attributes: list[AttributePlan]) -> list[AttributePlan]:
-    """Modules that stand in several blocks (shared ones) are scaled once; two rules for one attribute must agree."""
+    """Drop duplicates of modules that several blocks share. Two rules for one attribute must agree."""
     found: dict[tuple[str, str], AttributePlan] = {}
     for attribute in attributes:
         known = found.setdefault((attribute.path, attribute.name), attribute)
@@ -302,7 +304,7 @@ def _distinct(attributes: list[AttributePlan]) -> list[AttributePlan]:
 
 
 def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, ModulePlan], bare: Collection[str]) -> None:
-    """Check that each module with a sharded parameter has a rule: a tied one without would compute with the shard."""
+    """Check that each module with a sharded parameter has a rule; a tied module without one would use the shard."""
     for path, module in root.named_modules():
         for name, parameter in own_parameters(module).items():
             layout, other, _ = layouts.get(id(parameter), (None, None, ""))
@@ -311,4 +313,4 @@ def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, Module
             plan = modules.get(path)
             if plan is None or name not in plan.layouts:
                 same = f"{join(path, name)} is the same tensor as {join(other.path, name)}"
-                raise other.error(f"{same}, which this rule shards, but has no rule that shards it")
+                raise other.error(f"{same}, which this rule shards, and needs a rule that shards it too")

@@ -1,9 +1,8 @@
-"""Which rule of a policy matches which module of a model, and whether the rules of a region agree.
+"""Match the rules of a policy with the modules of a model, and check that the rules of a region agree.
 
-Code that would run in the place of sharded layers, or read their weights, is refused. A ``forward`` set on a module
-object is called instead of its class's. transformers takes a fused kernel from an installed package (mamba-ssm) where
-there is one, and its own torch code otherwise: a kernel multiplies by weights itself and would skip the all-reduce. A
-policy names such functions under ``without_kernels``.
+Code that would replace sharded layers, or read their weights, raises. A ``forward`` set on a module object would run
+instead of the class's method. transformers uses a fused kernel of an installed package (mamba-ssm) if there is one. A
+kernel multiplies by weights itself and would skip the all-reduce; policies list such functions as ``without_kernels``.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.units import UnitTable
 from autopar.policy.match import base_of, config_of, find_policy
-from autopar.policy.schema import BY_EXPERT, Input, Part, Policy, Ratio, Rule, UnitSpec
+from autopar.policy.schema import BY_EXPERT, Input, Policy, Ratio, Rule, UnitRun, UnitSpec
 from autopar.policy.yaml_reader import Where
 from autopar.stored import block_of
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A block, a section of a tower, or the head: the root of paths, inside which regions open and close.
+    """A block, a section of a tower, or the head: the root of paths in rules, and the boundary of regions.
 
     Attributes:
-        path: Dotted path of ``root``.
-        name: Name in messages and comparisons.
-        table: Units that hold here.
-        block: ``root`` if it is a block.
+        path: The dotted path of ``root``.
+        name: The name in messages and comparisons.
+        table: The units of this scope.
+        block: The module ``root`` if it is a block, otherwise None.
     """
 
     path: str
@@ -55,10 +54,10 @@ class Scope:
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """One rule and one module, bare parameter or buffer that it matches.
+    """A rule and a module, bare parameter or buffer that it matches.
 
     Attributes:
-        rules: Function of a feature that makes the layouts; None: :func:`autopar.plan.rules.tensor_rules_of`.
+        rules: A feature's function that makes the layouts; None: :func:`autopar.plan.rules.tensor_rules_of`.
     """
 
     path: str
@@ -73,15 +72,15 @@ class RuleMatch:
         return PolicyError(text, self.rule.where)
 
     def count(self, unit: str) -> int | None:
-        """Return how many units there are here; None if the policy leaves it to the parameter."""
+        """Return the number of units in this scope; None if it is inferred from the parameter."""
         return self.scope.table.count(unit, self.scope.block)
 
     def number(self, expression: str) -> int:
         """Return the value of an expression of the rule."""
         return self.scope.table.number(expression, self.scope.block, self.shown, self.rule.where)
 
-    def layout(self, parts: Sequence[Part], dim: int, elements: int, shown: str = "") -> Layout:
-        """Return the layout of ``parts`` along a dim of ``elements``, of this module or of a part that is ``shown``."""
+    def layout(self, parts: Sequence[UnitRun], dim: int, elements: int, shown: str = "") -> Layout:
+        """Return the layout of ``parts`` along a dim of ``elements``; ``shown``: the name in errors."""
         try:
             return self.scope.table.layout(parts, dim, elements, shown or self.shown, self.rule.where, self.scope.block)
         except PolicyError as error:
@@ -89,14 +88,14 @@ class RuleMatch:
             line = f"{{{key}: replicated}}"
             section = self.scope.name.rpartition("/")[2]
             rule = f"{section}: {line}" if self.scope.block is None else f"blocks: {{modules: {line}}}"
-            error.args = (f"{error}\n  If this module has another size, give a policy that replicates it: {rule}",)
+            error.args = (f"{error}\n  If this module has another size, use a policy that replicates it: {rule}",)
             raise
 
 
 def all_scopes(
     policy: Policy, prefix: str, model: nn.Module, tp: int, policy_of: Callable[[PreTrainedModel], Policy] = find_policy
 ) -> Iterator[Scope]:
-    """Yield every scope of a policy on a model, and of the models inside it by their own policies."""
+    """Yield every scope of a policy on a model, and the scopes of models inside it by their policies."""
     if tp > 1:
         check_kernels(policy, model)
     name, base = base_of(model)
@@ -118,7 +117,7 @@ def all_scopes(
         lists = () if tower.blocks_where is None else walk(base, tower.blocks_path, tower.blocks_where)
         for list_path, blocks in lists:
             if not isinstance(blocks, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-                words = f"blocks.path '{tower.blocks_path}' is no ModuleList of {type(base).__name__}"
+                words = f"blocks.path '{tower.blocks_path}' must be a ModuleList of {type(base).__name__}"
                 raise PolicyError(words, tower.blocks_where)
             for name, block in blocks.named_children():
                 path, own = join(base_path, list_path, name), (tower.block_attributes, tower.block_inputs)
@@ -128,19 +127,19 @@ def all_scopes(
     for pattern, where in policy.models.items():
         for path, inside in walk(base, pattern, where):
             if not isinstance(inside, PreTrainedModel):
-                raise PolicyError(f"{path} is a {type(inside).__name__}, which has no policy of its own", where)
+                raise PolicyError(f"{path} is a {type(inside).__name__}, for which there is no policy", where)
             yield from all_scopes(policy_of(inside), join(base_path, path), inside, tp, policy_of)
 
 
 def _aligned(units: Mapping[str, UnitSpec], together: int) -> Mapping[str, UnitSpec]:
-    """Return units of which ranks hold multiples of ``together``, where there are enough: of quantized weights."""
+    """Return units of which ranks hold multiples of ``together`` if there are enough, for quantized weights."""
     if together == 1:
         return units
     return {name: replace(spec, align=math.lcm(spec.align, together)) for name, spec in units.items()}
 
 
 def rows_of(policy: Policy) -> frozenset[str]:
-    """Units that are rows of an embedding: of these a rank may hold none."""
+    """Return the units that are rows of an embedding, of which a rank may hold none."""
     sections = [policy.head]
     for tower in policy.towers:
         sections += [tower.prefix, tower.every_stage, tower.suffix, tower.blocks]
@@ -157,9 +156,9 @@ def matches_of(scope: Scope) -> Iterator[RuleMatch]:
 
 
 def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """Yield each module, bare parameter or buffer at ``pattern``: none if a segment marked ``?`` is missing (or None).
+    """Yield each module, bare parameter or buffer at ``pattern``; nothing if a segment marked ``?`` is missing or None.
 
-    ``*`` stands for every member of a list of modules. Adapters are seen through (:mod:`autopar.compat.peft`).
+    ``*`` matches every member of a list of modules. Adapters are skipped (:mod:`autopar.compat.peft`).
     """
     found: list[tuple[str, Any]] = [("", root)]
     for segment in pattern.split("."):
@@ -187,7 +186,7 @@ def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.
 
 
 def around(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around a module, the next one first; the last one is the model's, ``""``."""
+    """Yield the paths of the modules around a module, from its parent to the model, ``""``."""
     while path:
         path = path.rpartition(".")[0]
         yield path
@@ -198,11 +197,11 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-_OWN_PARAMETERS = ("region", "column", "row", "embedding", BY_EXPERT)  # rules that say nothing of modules inside
+_OWN_PARAMETERS = ("region", "column", "row", "embedding", BY_EXPERT)  # rules that do not cover submodules
 
 
 def check_overlap(matches: list[RuleMatch]) -> None:
-    """Check that at most one rule decides on each module. Raises PolicyError."""
+    """Raise PolicyError if two rules match a module."""
     by_path: dict[str, RuleMatch] = {}
     for match in matches:
         if match.path in by_path:
@@ -215,10 +214,10 @@ def check_overlap(matches: list[RuleMatch]) -> None:
 
 
 def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -> None:
-    """Check that inside one scope a row closes each region of a column, and that heads that follow each other agree.
+    """Check that in each scope a row closes each region of a column, and that the columns and rows have equal units.
 
     Raises:
-        PolicyError: with the rule that stands alone.
+        PolicyError: A rule has no counterpart.
     """
     scopes: dict[str, list[RuleMatch]] = {}
     for match in matches:
@@ -255,7 +254,7 @@ _ENTERS = ("region", "enter_output", "sharded")
 
 
 def _check_counts(inside: list[RuleMatch], modules: Mapping[str, ModulePlan]) -> None:
-    """Check that a row reads as many units as some column makes (counts are inferred where a config has none)."""
+    """Check that the number of units that a row reads is the number that a column makes, for inferred counts."""
     opened: dict[str, dict[int, RuleMatch]] = {}
     for opening in (True, False):
         for match in inside:
@@ -281,7 +280,7 @@ def _closes(rule: Rule) -> bool:
 
 
 def check_kernels(policy: Policy, model: nn.Module) -> None:
-    """Raise UnsupportedModelError if a function that the policy names is not transformers' own torch code."""
+    """Raise UnsupportedModelError if a function in ``without_kernels`` is not transformers' torch code."""
     for name in policy.without_kernels:
         function = getattr(sys.modules.get(type(model).__module__), name, None)
         variables = getattr(getattr(function, "__code__", None), "co_freevars", ())
@@ -289,17 +288,17 @@ def check_kernels(policy: Policy, model: nn.Module) -> None:
         wrapped = dict(zip(variables, (cell.cell_contents for cell in cells), strict=True))  # by transformers
         if wrapped.get("is_new_implementation"):
             raise UnsupportedModelError(
-                f"{type(model).__name__} would compute with the kernel '{name}' of an installed package, which "
-                "multiplies by weights that tensor parallelism shards and never sums the result.\n"
+                f"{type(model).__name__} is not supported with the kernel '{name}' of an installed package, which uses "
+                "sharded weights without an all-reduce.\n"
                 "  Uninstall that package (mamba-ssm, causal-conv1d) here, or leave tensor_parallel_size at 1 "
                 f"({policy.where})."
             )
 
 
 def check_forwards(model: nn.Module, plan: Plan) -> None:
-    """Raise ConfigError where a layer that the plan shards has a ``forward`` set on the object.
+    """Raise ConfigError if a layer that the plan shards has a ``forward`` set on the object.
 
-    Python finds an attribute of the object before the method of its class, so the sum over ranks would be left out.
+    Python uses it instead of the method of the sharded class, so the sum over ranks would be left out.
     """
     if plan.tp == 1:
         return
@@ -310,24 +309,24 @@ def check_forwards(model: nn.Module, plan: Plan) -> None:
     first, more = model.get_submodule(found[0]), f", and {len(found) - 1} more" if len(found) > 1 else ""
     if hasattr(first, ACCELERATE_HOOK):
         cause = (
-            "  accelerate's hooks do that (device_map=..., cpu_offload). Take them off before initialize:\n"
+            "  Remove accelerate's hooks (device_map=..., cpu_offload) before initialize:\n"
             "  accelerate.hooks.remove_hook_from_module(model, recurse=True)"
         )
     else:
-        cause = "  Use register_forward_hook or register_forward_pre_hook, or a subclass in the layer's place."
+        cause = "  Use register_forward_hook or register_forward_pre_hook, or replace the layer by a subclass."
     raise ConfigError(
-        f"{found[0]}{more} ({plan.modules[found[0]].rule}, tensor_parallel_size={plan.tp}) has a forward that was set "
-        f"on the object: it would be called\n  in the place of the sharded one, and results would be wrong.\n{cause}"
+        f"{found[0]}{more} ({plan.modules[found[0]].rule}, tensor_parallel_size={plan.tp}) must not have a forward set "
+        f"on the object: it would replace the\n  sharded forward, and results would be wrong.\n{cause}"
     )
 
 
 def _has_another(module: nn.Module) -> bool:
-    """Return whether a module's own ``forward`` is another one than its class's, which removed hooks leave there."""
+    """Return whether the object's ``forward`` differs from the class's, which removed hooks leave on the object."""
     own = vars(module).get("forward")
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def drop_plain_forward(module: nn.Module) -> None:
-    """Take away a ``forward`` of the object that is its class's: the class is about to be another."""
+    """Delete a ``forward`` of the object that is its class's method, because the class will be swapped."""
     if not _has_another(module):
         vars(module).pop("forward", None)

@@ -1,7 +1,7 @@
-"""The plan: what every rank will hold. Plain data, computed from names, shapes and sizes; no process group.
+"""The plan of the shards of every rank: plain data, computed from names, shapes and sizes, without a process group.
 
-:func:`~autopar.plan.make_plan.make_plan` checks everything before a plan exists, from data that every rank has: every
-rank raises the same error, and the model is untouched.
+:func:`~autopar.plan.make_plan.make_plan` checks everything from data that every rank has, before a plan exists. So
+every rank raises the same error, and the model does not change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.swap import NotCopied
 
 @dataclass(frozen=True)
 class Joined:
-    """A contiguous tensor made of views side by side along ``dim``, as by ``torch.cat``; of one view, its copy."""
+    """A concatenation of views along ``dim``, as by ``torch.cat``; for one view, its contiguous copy."""
 
     dim: int
     parts: tuple[Piece, ...]
@@ -48,12 +48,12 @@ class Joined:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that ``save_pretrained`` writes and that is a view of a stored one, or of several that it joins.
+    """A tensor that ``save_pretrained`` writes: a view of a stored tensor, or of several joined ones.
 
     Attributes:
-        name: Name in the file; of a part of a :class:`Joined`, the stored tensor that it is a view of. "": zeros.
+        name: The name in the file; for a part of a :class:`Joined`, the name of the stored tensor. "" for zeros.
         shape, stride, offset: The view, in elements of the contiguous tensor.
-        joined: Joined tensors that it is a view of, instead of one stored tensor.
+        joined: The joined tensors of which it is a view; None for a view of one stored tensor.
     """
 
     name: str
@@ -63,14 +63,14 @@ class Piece:
     joined: Joined | None = None
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the piece as a view of the full tensor. Raises ``RuntimeError`` if it does not lie inside."""
+        """Return the piece as a view of the full tensor. Raises ``RuntimeError`` if it is not inside."""
         last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         if not 0 <= self.offset <= last < whole.numel():
-            raise RuntimeError(f"{self.name} does not lie inside a tensor of {whole.numel()} elements")
+            raise RuntimeError(f"{self.name} is not inside a tensor of {whole.numel()} elements")
         return whole.contiguous().as_strided(self.shape, self.stride, self.offset)
 
     def sources(self) -> Iterator[str]:
-        """Yield the stored tensors that it is joined from; none for a view of one."""
+        """Yield the names of the stored tensors that it joins; none for a view of one tensor."""
         for part in self.joined.parts if self.joined else ():
             if part.joined is not None:
                 yield from part.sources()
@@ -78,12 +78,12 @@ class Piece:
                 yield part.name
 
     def zeros(self) -> int:
-        """Count the elements that no stored tensor has."""
+        """Count the zeros that come from no stored tensor."""
         parts = self.joined.parts if self.joined else ()
         return sum(part.zeros() if part.joined or part.name else math.prod(part.shape) for part in parts)
 
     def renamed(self, rename: Callable[[str], str]) -> Piece:
-        """Return the same with other names of stored tensors."""
+        """Return the piece with renamed stored tensors."""
         if self.joined is None:
             return self
         parts = [
@@ -110,7 +110,7 @@ class Piece:
             joined.shape()
         piece = cls(str(saved), tuple(map(int, sizes)), tuple(map(int, steps)), int(offset), joined)
         if len(piece.shape) != len(piece.stride) or min((*piece.shape, *piece.stride, piece.offset), default=0) < 0:
-            raise ValueError(f"the piece {piece.name} has an impossible shape")
+            raise ValueError(f"the piece {piece.name} has an invalid shape")
         return piece
 
 
@@ -119,16 +119,17 @@ class TensorPlan:
     """One entry of the reference model's state dict.
 
     Attributes:
-        name: Canonical name in the state dict (of tied entries, the one that ``save_pretrained`` keeps).
-        shape: Shape of the full tensor.
-        dtype: Name of the dtype in safetensors and torch: ``float32``.
-        layout: Layout over :attr:`Plan.shards` ranks; None if it is replicated.
-        aliases: Other state-dict names of the same tensor.
-        saved_as: Name under which ``save_pretrained`` of the reference model writes it; None if it does not.
+        name: The canonical name in the state dict (for tied entries, the name that ``save_pretrained`` keeps).
+        shape: The shape of the full tensor.
+        dtype: The name of the dtype, such as ``float32``.
+        layout: The layout over :attr:`Plan.shards` ranks; None if it is replicated.
+        aliases: The other state-dict names of the same tensor.
+        saved_as: The name that ``save_pretrained`` of the reference model writes; None if it writes pieces or nothing.
         outside: True if it belongs to the user's modules around the Hugging Face model.
-        pieces: Tensors written instead: parts of this tensor, or several tensors joined, of which this is the first.
-        where: ``file:line`` of its rule; "" for none. Neither compared nor saved.
-        quantized: Form in which the weight is stored, if that is not a tensor of this shape; such a one is not saved.
+        pieces: The tensors that are written instead: slices of this tensor, or joined tensors, of which this is the
+            first.
+        where: The ``file:line`` of its rule; "" for none. Neither compared nor saved.
+        quantized: The quantized form of a weight that is not stored as a tensor of this shape; None otherwise.
     """
 
     name: str
@@ -143,11 +144,11 @@ class TensorPlan:
     quantized: str = ""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape on rank ``rank`` of those that hold the shards."""
+        """Return the shape of the shard of ``rank``."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
     def saved_names(self) -> tuple[str, ...]:
-        """Return all names under which ``save_pretrained`` writes it or its parts."""
+        """Return all names under which ``save_pretrained`` writes the tensor or its pieces."""
         return tuple(p.name for p in self.pieces) if self.saved_as is None else (self.saved_as,)
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +164,7 @@ class TensorPlan:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Return plain data that two ranks can compare; a digest of pieces, of which experts have thousands."""
+        """Return plain data that ranks compare, with a digest of the pieces, because experts have thousands."""
         data = self.to_json()
         if self.pieces:
             pieces = json.dumps(data["pieces"]).encode()
@@ -187,7 +188,7 @@ class TensorPlan:
 class InputPlan:
     """An argument of a module's forward that is sliced by ``layout``, along ``layout.dim``.
 
-    An argument several times as long as the layout (batch * heads) is sliced in each repetition.
+    If the argument is a multiple of the layout's size (batch * heads), each repetition is sliced.
     """
 
     name: str
@@ -197,25 +198,25 @@ class InputPlan:
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """The plan of one module: its rule, its layouts, its collectives.
+    """The plan of one module: its rule, layouts and collectives.
 
     Attributes:
-        path: Dotted path from the root module.
-        rule: Rule of the policy; ``one_expert``: each tensor is on one rank (:meth:`autopar.layout.Block.alone`); ""
-            if only bare parameters or arguments of the module are concerned.
-        where: ``file:line`` of the rule.
-        layout: Layout of the sharded features (for a layer ``dim`` is a dim of the stored weight).
-        layouts: Parameter or buffer name -> its layout.
-        summed: Full parameters whose incoming gradient is summed over tp (they work on sharded activations).
-        once: Those that only the first rank adds (the bias after a partial sum); of experts, the modules that indices
-            after the last expert stand for.
-        gather_output, split_input, enter_output, inside: Keys of the policy.
-        aside: True if no other layer reads the input of a column (an adapter's).
+        path: The dotted path from the root module.
+        rule: The kind of rule; ``one_expert``: each tensor is on one rank (:meth:`autopar.layout.Block.alone`); "" if
+            the plan has only bare parameters or arguments of the module.
+        where: The ``file:line`` of the rule.
+        layout: The layout of the sharded features (for a layer ``dim`` is a dim of the stored weight).
+        layouts: Parameter or buffer name -> layout.
+        summed: The full parameters whose incoming gradient is summed over tp, because they work on sharded activations.
+        once: The parameters that only the first rank adds (the bias after a partial sum); for experts, the modules that
+            indices after the last expert select.
+        gather_output, split_input, enter_output, inside: The keys of the policy.
+        aside: True if no other layer reads the input of a column (of an adapter).
         opens, closes: Flags of a region that only enters, or only sums.
         by_hidden: True if an embedding is sharded along its columns instead of its rows.
-        inputs: Arguments of forward that are sliced.
-        groups: Units of a norm whose features are normalised by themselves.
-        extension: Name of a feature's rule that extends this one, and its numbers by name.
+        inputs: The arguments of forward that are sliced.
+        groups: The units of a norm that normalizes each unit separately.
+        extension: The name of a feature's rule that extends this one, and its numbers by name.
     """
 
     path: str
@@ -238,7 +239,7 @@ class ModulePlan:
     extension: tuple[str, tuple[tuple[str, float], ...]] | None = None
 
     def facts(self) -> list[Any]:
-        """Return plain data that two ranks can compare."""
+        """Return plain data that ranks compare."""
         return [
             *(self.path, self.rule, self.gather_output, self.split_input, self.enter_output, self.inside),
             *(self.opens, self.closes, self.by_hidden, sorted(self.summed), sorted(self.once)),
@@ -250,10 +251,9 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class AttributePlan:
-    """An attribute that ``forward`` reads and that differs by rank: ``values[rank]``.
+    """An attribute that ``forward`` reads and that differs between ranks: ``values[rank]``.
 
-    ``name`` may be ``config.x``: then the module gets its own copy of the config. Experts have the ranks of
-    :attr:`Plan.shards`.
+    For a name ``config.x`` the module gets a copy of the config. For experts, ranks count as in :attr:`Plan.shards`.
     """
 
     path: str
@@ -268,15 +268,15 @@ class Plan(NotCopied):
     """The shards of one model on every rank of a tensor-parallel group.
 
     Attributes:
-        tp: Size of the tensor-parallel axis.
-        model_type: Type of the Hugging Face model inside.
-        policy: Name of the policy file.
-        tensors: State-dict name -> :class:`TensorPlan`, in state-dict order, canonical names only.
-        modules: Path -> :class:`ModulePlan`, only of modules that change.
-        attributes: Attributes that differ by rank.
-        shards: Number of ranks over which tensors are laid out: tp, or more where experts are sharded over replicas.
-            Rank ``r`` of them holds of all other tensors the shard of tp rank ``r % tp``.
-        experts: Names of the tensors that are sharded over replicas, too.
+        tp: The size of the tensor-parallel axis.
+        model_type: The type of the Hugging Face model inside.
+        policy: The name of the policy file.
+        tensors: Canonical state-dict name -> :class:`TensorPlan`, in state-dict order.
+        modules: Path -> :class:`ModulePlan`, for modules that change.
+        attributes: The attributes that differ between ranks.
+        shards: The number of ranks of the layouts: tp, or more if experts are sharded over replicas too. Rank ``r`` of
+            them holds the shard of tp rank ``r % tp`` for all other tensors.
+        experts: The names of the tensors that are sharded over replicas too.
     """
 
     tp: int
@@ -294,7 +294,7 @@ class Plan(NotCopied):
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
-        """Return all of the plan and of the model that must be the same on every rank, as plain data."""
+        """Return the facts of the plan and the model that must be identical on all ranks, as plain data."""
         return {
             "model type": self.model_type,
             "tensors": self._facts,
@@ -323,32 +323,32 @@ class Plan(NotCopied):
         if stage >= 2 and (quantized := self.quantized()):
             name, form = next(iter(quantized.items()))
             raise ConfigError(
-                f"zero.stage={stage} does not go with quantized weights, such as {name} ({form}): torch's FSDP2 would "
-                "part bytes and scales.\n  Use zero.stage 1, which shards the state of what is trained; "
-                "tensor_parallel_size shards the quantized weights."
+                f"zero.stage={stage} is not supported with quantized weights, such as {name} ({form}): torch's FSDP2 "
+                "would separate bytes and scales.\n  Use zero.stage 1 for the optimizer's state, and "
+                "tensor_parallel_size to shard the quantized weights."
             )
 
     @cached_property
     def names(self) -> Mapping[str, str]:
-        """Every name of the tensors -> the canonical one; tied tensors have several."""
+        """Name of a tensor, aliases included -> canonical name."""
         return {name: tensor.name for tensor in self.tensors.values() for name in (tensor.name, *tensor.aliases)}
 
     def canonical(self, name: str) -> str:
         """Return the canonical name of a state-dict entry that may be an alias.
 
         Raises:
-            ConfigError: the plan does not know the name (a parameter added after ``initialize``).
+            ConfigError: The plan does not contain the name (a parameter added after ``initialize``).
         """
         if name in self.names:
             return self.names[name]
         raise ConfigError(
-            f"{name} was added after autopar.initialize, which does not know whether it is sharded. "
-            "Add modules (adapters) before."
+            f"{name} was added after autopar.initialize and is not in its plan\n"
+            "  Add modules (adapters) before autopar.initialize."
         )
 
 
 def rows(entries: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """One row for entries that differ in numbers of blocks alone: ``layers.0-3.experts.0-7.up.weight``."""
+    """Merge entries that differ only in the numbers of blocks: ``layers.0-3.experts.0-7.up.weight``."""
     found = []
     for entry in entries:
         rest = json.dumps({key: value for key, value in entry.items() if key not in ("name", "tied")})
@@ -367,7 +367,7 @@ def rows(entries: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def ranges(numbers: list[int]) -> list[str]:
-    """``0-3`` for each run of numbers that follow one another."""
+    """Return ``0-3`` for each run of consecutive numbers."""
     runs = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         values = [number for _, number in run]
@@ -376,7 +376,7 @@ def ranges(numbers: list[int]) -> list[str]:
 
 
 def held(model: nn.Module) -> tuple[int, int]:
-    """Return how many elements the parameters that are here have, and their bytes; a tied one counts once."""
+    """Return the number of elements and bytes of this rank's parameters; a tied parameter counts once."""
     stored = {f"{path}.weight": weight for path, weight in stored_weights(model).items()}
     elements = size = 0
     for name, parameter in model.named_parameters():
@@ -392,9 +392,9 @@ def summarise(model: nn.Module, whole: int, sizes: tuple[int, ...], device: Any,
     """Return the model, its policy, the mesh, and the size of this rank's shards, in one line.
 
     Args:
-        whole: Number of elements of all parameters of the full model.
-        sizes: tp, pp, dp and cp.
-        policy: File of the policy, with a line or without.
+        whole: The number of elements of all parameters of the full model.
+        sizes: The sizes ``(tp, pp, dp, cp)``.
+        policy: The file of the policy, with or without a line.
     """
     tp, pp, dp, cp = sizes
     context = f" x cp {cp}" if cp > 1 else ""
@@ -407,14 +407,14 @@ def summarise(model: nn.Module, whole: int, sizes: tuple[int, ...], device: Any,
 
 
 def derived_notice(model: nn.Module, plan: Plan, policy: Policy) -> str | None:
-    """Return one line on a policy that was derived unasked; None for any other. ``model`` is not sharded yet."""
+    """Return one line about a policy that was derived automatically; None for others. ``model`` is not sharded yet."""
     if policy.name != DERIVED:
         return None
     line = (
-        f"no policy lists model_type '{plan.model_type}', which comes with a tp_plan: one is derived from what forward "
-        "computes ('autopar policy new' proves it and writes it down)"
+        f"no policy lists model_type '{plan.model_type}', so its policy is derived from its tp_plan and forward "
+        "('autopar policy new' verifies and saves it)"
     )
     names = {plan.canonical(name) for name, _ in model.named_parameters()}
     sizes = {name: prod(plan.tensors[name].shape) for name in names}
     full = sum(size for name, size in sizes.items() if plan.tensors[name].layout is None) / max(sum(sizes.values()), 1)
-    return f"{line}; it leaves {full:.0%} of the parameters whole on each of {plan.tp} ranks" if plan.tp > 1 else line
+    return f"{line}; {full:.0%} of the parameters stay full on each of {plan.tp} ranks" if plan.tp > 1 else line

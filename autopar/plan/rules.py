@@ -1,4 +1,4 @@
-"""One rule on one module, bare parameter or buffer: the layout of each tensor, and the plan of the module."""
+"""Apply a rule to a module, bare parameter or buffer: the layout of each tensor, and the plan of the module."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
-from autopar.policy.schema import BY_EXPERT, HIDDEN, Part
+from autopar.policy.schema import BY_EXPERT, HIDDEN, UnitRun
 from autopar.stored import StandIn
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Part of a plan: a module, and each tensor that a rule decides on with its layout (None: replicated).
+    """The plan of a module, and the tensors of a rule with their layouts (None: replicated).
 
     Attributes:
-        attributes: Sizes of an addition to the model on each rank.
+        attributes: The attributes of a feature's addition to the module, per rank.
     """
 
     plan: ModulePlan | None
@@ -36,8 +36,8 @@ def tensor_rules_of(match: RuleMatch) -> Iterator[TensorRule]:
     """Yield the plans of a rule for its module, bare parameter or buffer.
 
     Raises:
-        PolicyError: the rule does not fit it.
-        ConfigError: the size does not fit.
+        PolicyError: The rule does not fit the module.
+        ConfigError: The size does not fit.
     """
     if not isinstance(match.module, nn.Module):
         yield _bare(match)
@@ -47,7 +47,7 @@ def tensor_rules_of(match: RuleMatch) -> Iterator[TensorRule]:
         where, opens, closes = str(match.rule.where), match.rule.opens, match.rule.closes
         yield TensorRule(ModulePlan(match.path, "region", where, opens=opens, closes=closes))
     elif match.rule.kind == BY_EXPERT:
-        return  # of experts that are not split
+        return  # of experts that are sharded by expert
     elif match.rule.kind in ("sharded", "norm_over"):
         yield from _own_parameters(match)
     else:
@@ -83,10 +83,10 @@ def _layer(match: RuleMatch) -> TensorRule:
     layout = match.layout(rule.parts, dim, weight.shape[dim])
     if isinstance(weight, StandIn):
         weight.kind.check(match.shown, weight.shape, layout, match)
-    if rule.kind in ("row", "embedding") and layout.replicated:  # two ranks would add the same
+    if rule.kind in ("row", "embedding") and layout.replicated:  # two ranks would add the same units
         raise ConfigError(
             f"tensor_parallel_size={layout.axis_size} does not fit {match.shown}: '{rule.kind}' needs at least "
-            f"one unit of each kind a rank ({rule.where})."
+            f"one unit of each kind per rank ({rule.where})."
         )
     tensors: list[tuple[str, torch.Tensor, Layout | None]] = [("weight", weight, layout)]
     layouts = {"weight": layout}
@@ -103,14 +103,14 @@ def _layer(match: RuleMatch) -> TensorRule:
 
 
 def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
-    """``sharded`` and ``norm_over``: each parameter of the module along one dim."""
+    """Yield the rules ``sharded`` and ``norm_over``, which shard each parameter of the module along one dim."""
     module, rule = match.module, match.rule
     assert isinstance(module, nn.Module)
-    groups = None if rule.within is None else _features((Part(rule.within),), match)
+    groups = None if rule.within is None else _features((UnitRun(rule.within),), match)
     for inside, holder in module.named_modules():
         if rule.kind == "sharded" and isinstance(holder, nn.LayerNorm | nn.RMSNorm):
             shown = join(match.shown, inside)
-            raise match.error(f"{shown} takes a mean over what would be sharded: write {{norm_over: ...}}")
+            raise match.error(f"{shown} computes a mean over sharded features and needs {{norm_over: ...}}")
         own: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in own_parameters(holder).items() if p is not None]
         if isinstance(holder, BatchNorm):  # statistics of each channel
             own += [(name, x) for name, x in own_buffers(holder).items() if x is not None and x.ndim]
@@ -130,8 +130,8 @@ def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
             )
 
 
-def _features(parts: tuple[Part, ...], match: RuleMatch) -> Layout:
-    """Return the layout of parts that no parameter shows: their widths are 1 or stated."""
+def _features(parts: tuple[UnitRun, ...], match: RuleMatch) -> Layout:
+    """Return the layout of parts without a parameter; their widths are 1 or given."""
     elements = 0
     for part in parts:
         count = match.count(part.unit)
@@ -162,13 +162,13 @@ def _bare(match: RuleMatch) -> TensorRule:
     return TensorRule(None, [("", tensor, None)])
 
 
-def _repeated_parts(match: RuleMatch) -> tuple[Part, ...]:
+def _repeated_parts(match: RuleMatch) -> tuple[UnitRun, ...]:
     rule = match.rule
     if rule.repeat is None:
         return rule.parts
     times = match.number(rule.repeat)
     if times < 1:
-        raise match.error(f"'repeat' of {match.shown} is {rule.repeat}={times}, which is no count")
+        raise match.error(f"'repeat' of {match.shown} must be a positive integer; got {rule.repeat}={times}")
     return rule.parts * times
 
 
@@ -176,7 +176,7 @@ def _dim(tensor: torch.Tensor, shown: str, match: RuleMatch) -> int:
     """Return the dim that the rule shards, counted from the front."""
     dim = 0 if match.rule.dim is None else match.rule.dim
     if not -tensor.ndim <= dim < tensor.ndim:
-        raise match.error(f"{shown} has {tensor.ndim} dims, the rule shards dim {dim}")
+        raise match.error(f"{shown} has {tensor.ndim} dims, but the rule shards dim {dim}")
     return dim % tensor.ndim
 
 
@@ -197,7 +197,7 @@ def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
             raise match.error(f"'embedding' needs an nn.Embedding, {match.shown} is a {kind}")
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             used = "max_norm, sparse or scale_grad_by_freq"
-            raise match.error(f"{match.shown} uses {used}, which look at the whole table; it cannot be sharded")
+            raise match.error(f"{match.shown} uses {used}, which need the full table; it cannot be sharded")
         dim = 1 if rule.units == (HIDDEN,) else 0
     elif isinstance(module, nn.Linear):
         dim = 0 if rule.kind == "column" else 1
@@ -214,8 +214,8 @@ def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
     _check_plain(f"{match.shown}.weight", weight, match)
     if not isinstance(weight, nn.Parameter):
         raise match.error(
-            f"{match.shown}.weight is a {type(weight).__name__}, no parameter: it is computed from others, as pruning, "
-            "weight_norm or spectral_norm do.\n  Make it one before initialize: torch.nn.utils.prune.remove(module, "
+            f"{match.shown}.weight must be a parameter; got a {type(weight).__name__}, as of pruning, weight_norm or "
+            "spectral_norm.\n  Make it a parameter before initialize: torch.nn.utils.prune.remove(module, "
             "'weight'), or\n  torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')."
         )
     return weight, dim

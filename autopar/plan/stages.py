@@ -1,7 +1,7 @@
-"""Pipeline stages: which blocks, and which tensors, each stage of a model holds. Pure, plain data, no process group.
+"""Plan the pipeline stages of a model: the blocks and tensors of each stage, as plain data without a process group.
 
-A model is a row of *elements* in forward order: its blocks; of an encoder-decoder model the encoder's blocks, then the
-encoder itself (the decoder reads its output), then the decoder's blocks. A stage is a contiguous run of them.
+A model is a list of elements in forward order: its blocks, or for an encoder-decoder model the encoder's blocks, the
+encoder itself (the decoder reads its output), and the decoder's blocks. A stage is a contiguous run of elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.plan.matching import Scope, all_scopes, around, join, matches_of
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
 
-# Tensors that the forward of every decoder takes.
+# The arguments of every decoder's forward.
 _USUAL = {
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "cache_position", "labels"),
     *("head_mask", "logits_to_keep", "encoder_hidden_states", "encoder_attention_mask", "decoder_input_ids", *CACHES),
@@ -33,9 +33,9 @@ class Blocks:
     """The blocks of a model in forward order, and the tensors before, after and next to them.
 
     Attributes:
-        paths: Paths of the blocks; of an encoder-decoder model the encoder's first.
-        lists: Paths of the lists of blocks.
-        encoder_place: Place of the encoder among the elements (:mod:`autopar.plan.stages`); None without one.
+        paths: The paths of the blocks, the encoder's blocks first.
+        lists: The paths of the lists of blocks.
+        encoder_place: The index of the encoder among the elements (:mod:`autopar.plan.stages`); None without one.
     """
 
     def __init__(self, described: Described) -> None:
@@ -73,22 +73,22 @@ class Blocks:
                 self._behind_encoder += paths
 
     def elements(self) -> Iterator[str]:
-        """Yield the paths of the blocks, and of the encoder after its own."""
+        """Yield the paths of the blocks, and the path of the encoder after its blocks."""
         for place, path in enumerate(self.paths):
             if place == self.encoder_place:
                 yield self._encoder
             yield path
 
     def element(self, block: int) -> int:
-        """Return the bound among the elements for a bound among the blocks: the encoder ends with its last block."""
+        """Convert a bound among the blocks to a bound among the elements; the encoder belongs to its last block."""
         return block + 1 if self.encoder_place is not None and block >= self.encoder_place else block
 
     def block(self, element: int) -> int:
-        """Return the block of an element; of the encoder its last one."""
+        """Return the block of an element; for the encoder, its last block."""
         return element - 1 if self.encoder_place is not None and element >= self.encoder_place else element
 
     def costs(self) -> list[int]:
-        """Count the parameters of each block, with parameters around the blocks at the next block."""
+        """Count the parameters of each block; parameters outside of blocks count for the block next to them."""
         costs = [0] * len(self.paths)
         counted: set[tuple[int, int]] = set()
         for name, parameter in self.model.named_parameters(remove_duplicate=False) if costs else ():
@@ -99,11 +99,11 @@ class Blocks:
         return costs
 
     def _holding(self, name: str) -> int | None:
-        """Return the block in which a tensor lies; None for one outside of them."""
+        """Return the block that contains a tensor, or None."""
         return min((self._place_of[path] for path in around(name) if path in self._place_of), default=None)
 
     def _beside(self, name: str) -> int | None:
-        """Return the block in which or next to which a tensor is used; None: all blocks."""
+        """Return the block that contains a tensor or is next to it; None for all blocks."""
         place = self._holding(name)
         if place is not None or _any_above(name, self._everywhere):
             return place
@@ -122,12 +122,12 @@ class Blocks:
         read_at: Mapping[str, set[int]] | None,
         within: str,
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield each name of a parameter or buffer with its stages: those that read it, else where the policy puts it.
+        """Yield the name and the stages of each parameter or buffer, by observed reads or by the policy's sections.
 
         Args:
-            stage_of: Function of an element's place that returns its stage.
-            read_at: Parameters -> places of the elements that were seen to read them; None if none were observed.
-            within: Prefix of the names of the observed model.
+            stage_of: A function that returns the stage of the element at an index.
+            read_at: Parameter -> indices of the elements that read it; None if reads were not observed.
+            within: The prefix of the names of the observed model.
         """
         everywhere = tuple(range(stages))
         reads = read_at or {}
@@ -151,18 +151,18 @@ class Blocks:
             block = self._holding(name)
             if block is not None:
                 yield name, (stage_of(self.element(block)),)
-            else:  # a buffer next to parameters (running statistics) stays with them
+            else:  # a buffer (running statistics) stays with the parameters of its module
                 yield name, held_by.get(name.rpartition(".")[0], everywhere)
 
     def _read_by_all(self, root: nn.Module, read_at: Mapping[str, set[int]] | None, within: str) -> set[str]:
-        """Return parameters before the blocks that all stages seem to need, by the observed reads."""
+        """Return the parameters before the blocks that all stages need, by the observed reads."""
         if len(self.paths) < 2:
             return set()
         tensors = dict(root.named_parameters(remove_duplicate=False))
         behind = [*self._behind, *self._behind_encoder]
         start = join(self.prefix, "x")[:-1]
         before = {n for n in tensors if n.startswith(start) and self._holding(n) is None and not _any_above(n, behind)}
-        if read_at is None:  # the sections of a plain module's policy are trusted; its first forward checks them
+        if read_at is None:  # a custom module's policy decides, and its first forward checks it
             return before if isinstance(self.model, PreTrainedModel) else set()
         read = {id(tensors[name]) for name in read_at}  # by any of its names
         unread = {n for n, p in tensors.items() if id(p) not in read and n.startswith(within)}
@@ -171,28 +171,28 @@ class Blocks:
         return unread & before if self._read_further(self.model, unread, read_at) else set()
 
     def _read_further(self, model: PreTrainedModel, unread: set[str], reads: Mapping[str, set[int]]) -> bool:
-        """Return whether blocks seem to read more than what lies between the words at the first one.
+        """Guess whether later blocks also read the output of ``unread`` parameters, such as an image encoder's.
 
-        Parameters are ``unread`` where the forward ran with other inputs (text alone). An image encoder makes states
-        between the words: it belongs before the first block, and only there. Or later blocks look at the image too:
-        then every stage needs it. A misleading sign costs memory; where a sign is missing, the first forward with an
-        image is refused (:mod:`autopar.pipeline_parallel.stage_forward`).
+        These parameters are unread because the forward ran on text only. Usually an encoder's output replaces word
+        embeddings before the first block, and only the first stage needs it. If later blocks read it too, every stage
+        needs it. A wrong True costs memory; a wrong False raises in the first forward with an image
+        (:mod:`autopar.pipeline_parallel.stage_forward`).
         """
         if any(self._holding(name) is not None for name in unread):
             return True  # blocks have parameters for it (cross-attention)
         around = {path.rpartition(".")[0].rpartition(".")[0] for path in self.paths}
         if any(name.startswith(f"{path}." if path else "") for name in unread for path in around):
-            return True  # so does the module that runs the blocks
+            return True  # the module that runs the blocks has parameters for it
         try:
             embedding = model.get_input_embeddings()
         except NotImplementedError:
             embedding = None
         words = {id(p) for p in embedding.parameters()} if isinstance(embedding, nn.Module) else set()
         read_at = [reads.get(join(self.prefix, n), set()) for n, p in model.named_parameters() if id(p) in words]
-        entries = {0, len(list(self.elements()))}  # where words are read in any model
+        entries = {0, len(list(self.elements()))}  # every model reads word embeddings there
         entries |= {self.encoder_place + 1} if self.encoder_place is not None else set()
         if any(places - entries for places in read_at):
-            return True  # blocks read what lies between the words again
+            return True  # later blocks read the embeddings again
         decoder = model.get_decoder()
         if decoder is model or not isinstance(decoder, nn.Module):
             return False
@@ -201,7 +201,7 @@ class Blocks:
 
 
 def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: nn.Module) -> tuple[str, str]:
-    """Return the lists of blocks that are split into stages: of an encoder-decoder model two, else "" and one."""
+    """Return the encoder's and the decoder's list of blocks; without an encoder, ``""`` and the list of blocks."""
     paths = {id(module): join(prefix, path) for path, module in model.named_modules()}
     sizes = {
         path: sum(p.numel() for scope in scopes if scope.block is not None for p in scope.block.parameters())
@@ -223,7 +223,7 @@ def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: nn.Module) ->
 
 
 def lies_in(path: str, outer: str) -> bool:
-    """Check whether a path is ``outer`` or lies in it; everything lies in the model itself, ``""``."""
+    """Return whether a path is ``outer`` or inside of it; every path is inside of the model, ``""``."""
     return not outer or path == outer or path.startswith(outer + ".")
 
 
@@ -232,7 +232,7 @@ def _any_above(name: str, paths: Sequence[str]) -> bool:
 
 
 def dropped_blocks(model: nn.Module) -> str | None:
-    """Return the probability, above 0, by which a forward in training leaves out blocks (LayerDrop); None without."""
+    """Return the attribute and its value if the model skips blocks at random in training (LayerDrop), or None."""
     for module in model.modules():
         config = getattr(vars(module).get("config"), "__dict__", {})
         for place, values in ((type(module).__name__, vars(module)), ("config", config)):
@@ -247,15 +247,16 @@ _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits
 
 @dataclass
 class Reads:
-    """Reads of a model's own forward, and their places (:func:`autopar.dry_run.pipeline_parallel.trace_reads`).
+    """The observed reads of a model's forward (:func:`autopar.dry_run.pipeline_parallel.trace_reads`).
 
     Attributes:
-        order: Places of the elements in the order of their calls.
-        parameters: Name -> places of the elements that read it; ``len(elements)``: code after the last one.
-        earlier: Place -> places of elements before the previous one whose output is read there.
-        own_backward: True if blocks run where no gradients are recorded: then the model has a custom backward.
-        within: Prefix of the names of the observed model.
-        dry_run: Function that runs the stages of a plan; tensors that they read and do not hold: name -> stages.
+        order: The indices of the elements in the order of their calls.
+        parameters: Name -> indices of the elements that read it; ``len(elements)`` for code after the last one.
+        earlier: Index -> indices of elements before the previous one whose output is read there.
+        own_backward: True if blocks run without recording gradients, so that the model has a custom backward.
+        within: The prefix of the names of the observed model.
+        dry_run: A function that runs the stages of a plan and returns name -> stages that read a tensor without holding
+            it.
     """
 
     order: list[int] = field(default_factory=list)
@@ -268,16 +269,16 @@ class Reads:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Which blocks and tensors of one model lie on which pipeline stage, and which stage on which rank.
+    """The blocks and tensors of each pipeline stage of a model, and the rank of each stage.
 
     Attributes:
-        ranks: Size of the pipeline-parallel axis.
-        elements: Module paths in forward order.
-        bounds: Stage ``s`` runs the elements ``bounds[s]`` up to, not including, ``bounds[s + 1]``.
-        rank_of: Stage -> place on the pipeline-parallel axis; several stages may lie on one rank.
-        encoder: Place of the encoder among the elements; None without one.
-        tensors: Every name of a parameter or buffer -> the stages that hold it. Tied weights lie on several.
-        costs: Number of parameters of each stage.
+        ranks: The size of the pipeline-parallel axis.
+        elements: The module paths in forward order.
+        bounds: The bounds of the stages: stage ``s`` runs the elements ``bounds[s]`` to ``bounds[s + 1] - 1``.
+        rank_of: Stage -> rank of the pipeline-parallel axis; a rank may have several stages.
+        encoder: The index of the encoder among the elements; None without one.
+        tensors: Name of a parameter or buffer -> the stages that hold it; several for tied weights.
+        costs: The number of parameters of each stage.
     """
 
     ranks: int
@@ -290,7 +291,7 @@ class StagePlan:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """The number of stages."""
         return len(self.bounds) - 1
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
@@ -320,17 +321,18 @@ def make_stages(
     layers_per_stage: Sequence[int] = (),
     reads: Reads | None = None,
 ) -> StagePlan:
-    """Split the blocks of ``root`` into pipeline stages, ``chunks`` on each of ``ranks`` ranks. The model is only read.
+    """Split the blocks of ``root`` into pipeline stages, ``chunks`` on each of ``ranks`` ranks.
 
     Args:
-        chunks: Stages of each rank; of one rank always 1.
-        folded: True if stages run back (:func:`rank_of_stage`).
-        layers_per_stage: Blocks of each stage by hand (encoder's and decoder's in one row); empty: by parameters.
-        reads: Observed reads of the forward; None: the policy's sections decide.
+        chunks: The number of stages per rank; 1 if there is one rank.
+        folded: True if the second half of the stages runs back over the ranks (:func:`rank_of_stage`).
+        layers_per_stage: The number of blocks of each stage (encoder's and decoder's in one list); empty to balance
+            parameters.
+        reads: The observed reads of the forward; None to use the policy's sections.
 
     Raises:
-        ConfigError: more stages than blocks, or ``layers_per_stage`` does not add up.
-        UnsupportedModelError: the blocks are not a chain, or a stage cannot run by itself.
+        ConfigError: There are more stages than blocks, or ``layers_per_stage`` does not add up.
+        UnsupportedModelError: The blocks are not a chain, or a stage cannot run by itself.
     """
     for _, addition in registry.entries("additions"):
         addition(root).check(1, ranks)
@@ -366,15 +368,15 @@ def elements_of(root: nn.Module, policy: Policy | Described) -> tuple[tuple[str,
 
 
 def refuse_collected(model: nn.Module, stages: int, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a forward in several stages is to return outputs of all layers."""
+    """Raise ConfigError if a forward through stages must return outputs of all layers."""
     if not isinstance(model, PreTrainedModel) or stages == 1:
         return
     configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
     for name in _COLLECTED:
         if arguments.get(name) or any(getattr(each, name, False) for each in configs):
             raise ConfigError(
-                f"{name}=True collects from every layer of {type(model).__name__}, which is split into {stages} "
-                "pipeline stages: each has only its own. Leave it out"
+                f"{name}=True is not supported with {stages} pipeline stages: it collects from every layer of "
+                f"{type(model).__name__}\n  Leave it out"
                 + (" (config.output_router_logits: the routers' auxiliary loss)." if "router" in name else ".")
             )
 
@@ -394,14 +396,14 @@ def _bounds(blocks: Blocks, ranks: int, chunks: int, by_hand: Sequence[int], rea
         for bound in bounds:
             if bound not in splits:
                 raise ConfigError(
-                    f"pipeline.layers_per_stage={list(by_hand)} splits {place} in front of block {bound}, where later "
-                    "blocks read more than the output of the one before.\n  It can be split in front of: "
+                    f"pipeline.layers_per_stage={list(by_hand)} splits {place} before block {bound}, where later "
+                    "blocks read more than the output of the previous block.\n  Possible splits are before the blocks: "
                     f"{', '.join(map(str, splits[1:-1])) or 'none'}."
                 )
         return bounds
     if stages > len(splits) - 1:
         most = len(splits) - 1
-        read = f" (but later ones, or the head, read what earlier ones made: they form {most} groups)"
+        read = f" (later blocks or the head read outputs of earlier blocks, which leaves {most} groups)"
         raise ConfigError(
             f"pipeline_parallel_size={ranks}{f' x chunks={chunks}' if chunks > 1 else ''} does not fit {place}: "
             f"{count} blocks{read if most < count else ''} cannot be split into {stages} stages.\n"
@@ -412,38 +414,38 @@ def _bounds(blocks: Blocks, ranks: int, chunks: int, by_hand: Sequence[int], rea
 
 
 def _split_points(blocks: Blocks, reads: Reads, place: str) -> list[int]:
-    """Return the blocks before which the model can be split: later ones only read the output there."""
+    """Return the blocks before which the model can be split, because later blocks read only the output there."""
     if any(first >= second for first, second in pairwise(reads.order)) or not reads.order:
         raise UnsupportedModelError(
-            f"{place} cannot be split into pipeline stages: its forward does not call each block once, in order "
+            f"{place} is not supported with pipeline stages: its forward must call each block once, in order "
             f"(it calls {', '.join(map(str, reads.order[:8])) or 'none'}{' ...' if len(reads.order) > 8 else ''})"
         )
     if reads.own_backward:
         raise UnsupportedModelError(
-            f"{place} cannot be split into pipeline stages: its forward runs the blocks where no gradients are "
-            "recorded (it has a backward pass of its own, or keeps them fixed)"
+            f"{place} is not supported with pipeline stages: its forward runs the blocks without recording gradients "
+            "(it has a custom backward, or freezes them)"
         )
     last = len(blocks.paths) - 1
     splits = set(range(last + 2))
     for reader, origins in reads.earlier.items():
         called = [done for done in reads.order if done < reader]
         for origin in origins:
-            if origin != called[-1]:  # an element between that was not called left its output where it was
+            if origin != called[-1]:  # the elements between were not called
                 splits -= set(range(blocks.block(origin) + 1, min(blocks.block(reader), last) + 1))
     return sorted(splits)
 
 
 def rank_of_stage(ranks: int, chunks: int, *, folded: bool = False) -> tuple[int, ...]:
-    """Map stages to ranks: round and round, or (``folded``) to the last rank and back: first and last together."""
+    """Map stages to ranks: cyclically, or, if ``folded``, to the last rank and back."""
     return tuple(
         ranks - 1 - stage % ranks if folded and stage // ranks % 2 else stage % ranks for stage in range(ranks * chunks)
     )
 
 
 def partition(costs: Sequence[int], stages: int) -> list[int]:
-    """Return the bounds of the contiguous split of ``costs`` into non-empty stages whose largest sum is the smallest.
+    """Return the bounds of the contiguous split of ``costs`` into non-empty stages with the smallest maximum sum.
 
-    The most even one of several splits is returned (the smallest sum of squares).
+    Among equal splits, the one with the smallest sum of squares is returned.
     """
     count = len(costs)
     sums = [0, *accumulate(costs)]
@@ -455,7 +457,7 @@ def partition(costs: Sequence[int], stages: int) -> list[int]:
             smallest = sums[count] + 1
             for start in range(end - 1, stage - 2, -1):
                 cost = sums[end] - sums[start]
-                if cost > smallest:  # and so do all longer stages
+                if cost > smallest:  # longer stages cost more
                     break
                 if start in best:
                     (worst, squares), bounds = best[start]

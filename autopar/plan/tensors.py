@@ -1,9 +1,8 @@
-"""Every entry of the state dict as a TensorPlan: which names are one tensor, and the form in which it is saved.
+"""Plan every tensor of the state dict: its names, and the form in which ``save_pretrained`` writes it.
 
-transformers renames some modules between memory and file, writes stacked experts one by one, and joins tensors that the
-hub has fused. That conversion is run once on meta tensors in a mode that keeps views and notes joined tensors; what
-comes out tells which elements of which stored tensors it is made of. Merging then needs neither transformers nor the
-model.
+transformers renames some modules between memory and file, writes stacked experts one by one, and joins tensors that are
+fused on the hub. This conversion runs once on meta tensors, in a mode that tracks views and joined tensors. The result
+describes each written tensor by elements of stored tensors, so merging needs neither transformers nor the model.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def plan_tensors(
     """Return one :class:`TensorPlan` per distinct tensor of ``root.state_dict()``, in its order.
 
     Args:
-        layouts: ``id(parameter)`` -> layout; None, or not listed: replicated.
+        layouts: ``id(parameter)`` -> layout; None or missing for replicated parameters.
         places: ``id(parameter)`` -> ``file:line`` of its rule.
     """
     names: dict[int, list[str]] = {}
@@ -47,8 +46,8 @@ def plan_tensors(
     for name, tensor in root.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedModelError(
-                f"{name} in the state dict of {type(root).__name__} is a {type(tensor).__name__}, no tensor "
-                "(get_extra_state): a checkpoint of autopar has no place for it. Keep it in a buffer."
+                f"{name} in the state dict of {type(root).__name__} must be a tensor; got a {type(tensor).__name__} "
+                "(get_extra_state)\n  Keep it in a buffer."
             )
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
@@ -84,7 +83,7 @@ def plan_tensors(
 
 
 def _of_plain(tensor: torch.Tensor, listed: list[str], layout: Layout | None, where: str) -> TensorPlan:
-    """Plan a tensor of a plain module, which is written under all of its names, for a strict ``load_state_dict``."""
+    """Plan a tensor of a custom module, which is written under all its names for a strict ``load_state_dict``."""
     name, *aliases = listed
     whole = torch.empty(tensor.shape, device="meta")
     pieces = [Piece(same, tuple(tensor.shape), tuple(whole.stride()), 0) for same in listed] if aliases else ()
@@ -111,13 +110,13 @@ _ATEN = torch.ops.aten
 
 
 def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
-    """Return what :func:`followed_form` does; where it raises, warn and return the names in memory."""
+    """Call :func:`followed_form`; if it raises, warn and return the names in memory."""
     try:
         return followed_form(model, names)
     except (RuntimeError, ValueError) as error:
         warnings.warn(
-            f"how save_pretrained converts {type(model).__name__} cannot be followed ({error}): merged checkpoints get "
-            "the names in memory, which from_pretrained reads and other tools may not",
+            f"the conversion of {type(model).__name__} in save_pretrained is not supported ({error})\n  Merged "
+            "checkpoints have the names in memory, which from_pretrained reads, but other tools may not.",
             stacklevel=2,
         )
         ignored = unsaved_keys(model)
@@ -127,13 +126,13 @@ def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[s
 def followed_form(
     model: PreTrainedModel, names: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
-    """Return for each state-dict name the name in the file that ``save_pretrained`` writes, or the pieces it writes.
+    """Return the names and the pieces that ``save_pretrained`` writes, by state-dict name.
 
-    A piece that is joined from several tensors is listed with the first of them. ``names`` maps names in the reference
-    model's state dict, one of each tied tensor, to those in this one's, which may have adapters.
+    A piece that joins several tensors is listed with the first one. ``names``: name in the reference model's state
+    dict (one per tied tensor) -> name in this model's, which may have adapters.
 
     Raises:
-        RuntimeError, ValueError: The conversion computes with elements or loses some.
+        RuntimeError, ValueError: The conversion computes with elements, or loses some.
     """
     ignored = unsaved_keys(model)
     held = model.state_dict()
@@ -168,19 +167,19 @@ def followed_form(
 
 
 class _ViewTracking(TorchDispatchMode):
-    """A mode without copies: ``chunk.contiguous()`` stays a view. Tensors that have to be copied are noted."""
+    """A mode without copies, in which ``chunk.contiguous()`` stays a view. It records tensors that must be copied."""
 
     def __init__(self, stored: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.stored = stored
         self._names = {id(tensor): name for name, tensor in stored.items()}
         self._zeros: list[torch.Tensor] = []
-        self._made: dict[int, tuple[torch.Tensor, Joined]] = {}  # the tensor is kept, so that its id stays its own
+        self._made: dict[int, tuple[torch.Tensor, Joined]] = {}  # keeps the tensor, so that its id stays unique
 
     def piece(self, tensor: torch.Tensor, saved: str | None = None) -> tuple[str, Piece] | None:
-        """Return the first stored tensor that ``tensor`` has elements of, and the piece; None for a computed tensor.
+        """Return the first stored tensor whose elements are in ``tensor``, and the piece; None for a computed tensor.
 
-        ``saved`` is its name in the file; None for a part of a joined tensor.
+        ``saved``: the name in the file; None for a part of a joined tensor.
         """
         base = tensor if base_of(tensor) is None else base_of(tensor)
         view = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
@@ -200,12 +199,12 @@ class _ViewTracking(TorchDispatchMode):
         if func in (UNSAFE_VIEW, _ATEN.view.default):
             try:
                 return func(*args)
-            except RuntimeError:  # it would have been the view of a copy
+            except RuntimeError:  # it would be a view of a copy
                 sizes = torch.empty(args[0].shape, device="meta").view(args[1]).shape
                 return self._note(args[0].new_empty(sizes), [args[0]], 0)
         result = func(*args, **kwargs)
-        if func is _ATEN.new_zeros.default:  # rows that fill a table up
-            self._zeros.append(result)  # kept, so that its id stays its own
+        if func is _ATEN.new_zeros.default:  # padding rows of a table
+            self._zeros.append(result)  # keeps it, so that its id stays unique
             self._names[id(result)] = ""
         if func in (_ATEN.cat.default, _ATEN.stack.default):
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -216,7 +215,7 @@ class _ViewTracking(TorchDispatchMode):
     def _note(
         self, result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int, stacked: bool = False
     ) -> torch.Tensor:
-        """Remember the parts of a joined tensor."""
+        """Record the parts of a joined tensor."""
         parts = []
         for tensor in tensors:
             found = self.piece(tensor)

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.errors import ConfigError, PolicyError, nearest
 from autopar.layout import Block, Layout, UnitRanges, aligned_shards, even_shards, replicated_shards
-from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec
+from autopar.policy.schema import HIDDEN, INFERRED, UnitRun, UnitSpec
 from autopar.policy.yaml_reader import Where
 
 
@@ -21,14 +21,14 @@ class UnitTable:
     """The units of one tower, counted in one config.
 
     Attributes:
-        specs: Units of the policy, by name.
-        config: Hugging Face config that holds the counts.
-        model: Class name of the model, for messages.
-        size: Number of ranks over which units are sharded.
-        may_be_empty: Units of which a rank may hold none (the vocabulary).
-        root: Model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
-        tp: Divisor of ``size`` for units of experts that ranks hold in full; 0: ``size`` itself.
-        used: Units that were sharded -> where they first were.
+        specs: Name -> unit of the policy.
+        config: The Hugging Face config with the counts.
+        model: The class name of the model, for messages.
+        size: The number of ranks over which units are sharded.
+        may_be_empty: The units of which a rank may hold none (the vocabulary).
+        root: The model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
+        tp: The tensor-parallel size if ranks hold full experts, whose ``size`` must be a multiple of it; otherwise 0.
+        used: Sharded unit -> the place of its first use.
     """
 
     specs: Mapping[str, UnitSpec]
@@ -50,27 +50,27 @@ class UnitTable:
         return self if size == self.size else replace(self, size=size, tp=self.size)
 
     def count(self, unit: str, block: nn.Module | None = None) -> int | None:
-        """Return how many units there are; None if the policy leaves it to the parameter."""
+        """Return the number of units; None if it is inferred from the parameter."""
         spec = self.specs[unit]
         if spec.count == INFERRED:
             return None
         value = self.number(spec.count, block, unit, spec.where)
         if value < 1:
-            raise PolicyError(f"'{unit}' is {spec.count}={value!r} in the config, which is no count", spec.where)
+            raise PolicyError(f"'{unit}' must be a positive integer; got {spec.count}={value!r}", spec.where)
         return value
 
     def number(self, expression: str, block: nn.Module | None, what: str, where: Where) -> int:
         """Evaluate names, integers, ``*`` and ``/`` (exact), from left to right."""
         tokens = re.findall(r"[\w.]+|[*/]", expression)
         if "".join(tokens) != expression.replace(" ", "") or len(tokens) % 2 == 0:
-            raise PolicyError(f"'{what}' is '{expression}', which is no product or quotient of names", where)
+            raise PolicyError(f"'{what}' must be a product or quotient of names; got '{expression}'", where)
         value = self._name(tokens[0], block, what, where)
         for operator, name in zip(tokens[1::2], tokens[2::2], strict=True):
             other = self._name(name, block, what, where)
             if operator == "*":
                 value *= other
             elif other == 0 or value % other:
-                raise PolicyError(f"'{what}' is {expression}: {value} / {other} is not whole", where)
+                raise PolicyError(f"'{what}' is {expression}: {value} / {other} is not an integer", where)
             else:
                 value //= other
         return value
@@ -95,16 +95,16 @@ class UnitTable:
                 raise PolicyError(f"'{what}' is {name}, which {shown} lacks.{nearest(step, known)}", where)
             holder = getattr(holder, step) if inside is None else inside[step]
         if type(holder) is not int:
-            raise PolicyError(f"'{what}' is {name}={holder!r} in the config, which is no count", where)
+            raise PolicyError(f"'{what}' must be a positive integer; got {name}={holder!r}", where)
         return holder
 
     def family(self, unit: str) -> str:
-        """Return the unit at the end of the chain of ``follows``: query heads and KV heads are one family."""
+        """Return the unit at the end of the chain of ``follows``, for example the KV heads for query heads."""
         leader = self.specs[unit].follows
         return unit if leader is None else self.family(leader)
 
     def stays_whole(self, unit: str, block: nn.Module | None = None) -> bool:
-        """Return whether tensors of ``unit`` are replicated here: ``or_whole``, and fewer units than ranks."""
+        """Return whether tensors of ``unit`` are replicated, because of ``or_whole`` and fewer units than ranks."""
         spec, leader = self.specs[unit], self.specs[self.family(unit)]
         if not (spec.or_whole or leader.or_whole):
             return False
@@ -118,7 +118,7 @@ class UnitTable:
         return False
 
     def ranges(self, unit: str, count: int, size: int, block: nn.Module | None = None) -> UnitRanges:
-        """Return which of ``count`` units each of ``size`` ranks holds. ``ValueError`` if one would hold none."""
+        """Return the units of each of ``size`` ranks. Raises ``ValueError`` if a rank would hold none."""
         spec = self.specs[unit]
         leaders = self.count(spec.follows, block) if spec.follows is not None else None
         key = (unit, count, size, leaders)
@@ -126,7 +126,7 @@ class UnitTable:
             return self._ranges[key]
         if spec.follows is not None:
             if leaders is None:
-                raise PolicyError(f"'{unit}' follows '{spec.follows}', whose count is inferred", spec.where)
+                raise PolicyError(f"'{unit}' cannot follow '{spec.follows}', whose count is inferred", spec.where)
             ranges = aligned_shards(count, leaders, self.ranges(spec.follows, leaders, size, block))
         elif spec.replicate:
             ranges = replicated_shards(count, size)
@@ -139,13 +139,13 @@ class UnitTable:
         return ranges
 
     def layout(
-        self, parts: Sequence[Part], dim: int, elements: int, what: str, where: Where, block: nn.Module | None = None
+        self, parts: Sequence[UnitRun], dim: int, elements: int, what: str, where: Where, block: nn.Module | None = None
     ) -> Layout:
-        """Return the layout of ``parts`` side by side along a dim of ``elements``; widths not given are inferred.
+        """Return the layout of consecutive ``parts`` along a dim of ``elements``; missing widths are inferred.
 
         Raises:
-            PolicyError: the parts do not add up to the dim.
-            ConfigError: a rank would hold none of them; says the largest size that fits.
+            PolicyError: The parts do not add up to the dim.
+            ConfigError: A rank would hold no unit. The error has the largest size that fits.
         """
         counts = [self.count(part.unit, block) for part in parts]
         widths = [None if part.width is None else self.number(part.width, block, what, where) for part in parts]
@@ -154,7 +154,7 @@ class UnitTable:
         open_ = [part.unit for part, width in zip(parts, widths, strict=True) if width is None]
         if None in counts:
             if len(set(open_)) != 1 or any(c is None and w is not None for c, w in zip(counts, widths, strict=True)):
-                raise PolicyError(f"{listed} of {what} mixes an inferred unit with others", where)
+                raise PolicyError(f"{listed} of {what} must not mix an inferred unit with counted units", where)
             each, total, width = left // len(open_), len(open_), 1
         else:
             total = sum(c for c, w in zip(counts, widths, strict=True) if c is not None and w is None)
@@ -162,7 +162,7 @@ class UnitTable:
         if left < 0 or (left % total if total else left):
             if self.size == 1:  # nothing is sharded
                 return Layout.of(dim, [Block(parts[0].unit, elements, 1, ((0, elements),))])
-            equal = f"{total} equal parts: {elements} / {total} is not whole"
+            equal = f"{total} equal parts: {elements} / {total} is not an integer"
             described = equal if left == elements else elements - left
             raise PolicyError(f"{what} has {elements} features, {listed} describes {described}", where)
         blocks = []

@@ -1,9 +1,9 @@
-"""Find and read the files of policies, each that comes with autopar once in a process, and resolve ``extends``.
+"""Find and read policy files, and resolve ``extends``. Files of autopar are read once per process.
 
-``extends: [fragments/attention_qkvo, fragments/mlp_gated]`` lays the named files under this one. A key of this file
-replaces theirs, ``~`` deletes it. Two of the named files that say different things about the same key are an error
-unless this file decides: order never does. ``extends: {PATH: NAME}`` mounts a file under a path. A file with
-``variants`` holds a policy for each of them, over the rest of the file.
+With ``extends: [fragments/attention_qkvo, fragments/mlp_gated]`` a file inherits the keys of the named files. Its keys
+override inherited ones, and ``~`` deletes them. If two named files contradict each other in a key, this file must set
+the key; the order of names does not decide. ``extends: {PATH: NAME}`` mounts a file under a path. A file with
+``variants`` defines a policy for each variant, which inherits the remaining keys of the file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from autopar.policy.yaml_reader import Fail, Node, Where, plain, read_text, yaml
 
 @functools.cache
 def policy_folder() -> Path:
-    """Return the folder of the policies that come with autopar: in the wheel, or next to the package in a checkout."""
+    """Return the folder of autopar's policies: in the wheel, or next to the package in a checkout."""
     inside = Path(__file__).resolve().parents[1] / "_policies"
     return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "policies"
 
 
 def reference() -> Path:
-    """Return the page on the form of a policy, where this installation has it."""
+    """Return the path of the page that describes the form of a policy."""
     return policy_folder() / "README.md"
 
 
@@ -39,7 +39,7 @@ def policy_files() -> tuple[Path, ...]:
 
 @functools.cache
 def policy_text(path: Path) -> str:
-    """Return the text of a file that comes with autopar; empty if it cannot be read: its parser says why."""
+    """Return the text of a file of autopar; empty if it cannot be read, for which the parser raises."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -48,12 +48,12 @@ def policy_text(path: Path) -> str:
 
 @functools.cache
 def comes_with_autopar(path: Path) -> bool:
-    """Return whether the file is one of those that come with autopar."""
+    """Return whether the file is one of autopar's policies."""
     return path.resolve().is_relative_to(policy_folder().resolve())
 
 
 def policy_tree(path: Path) -> Node:
-    """Read a file; one that comes with autopar once in a process."""
+    """Read a file; a file of autopar is read once per process."""
     return _own_tree(path) if comes_with_autopar(path) else _read_file(path)
 
 
@@ -67,7 +67,7 @@ _own_tree = functools.cache(_read_file)
 
 
 def compose(text: str, file: str) -> Node:
-    """Read a policy from its text. ``file`` stands in messages."""
+    """Read a policy from its text; ``file``: the name in errors."""
     tree = yaml_tree(text, file, fail_in(file))
     if tree.value is None:
         raise PolicyError("is empty", tree.where)
@@ -75,7 +75,7 @@ def compose(text: str, file: str) -> Node:
 
 
 def fail_in(file: str) -> Fail:
-    """Make the errors of one file."""
+    """Return a function that makes the errors of a file."""
 
     def fail(problem: str, line: int | str | None) -> PolicyError:
         return PolicyError(problem, Where(file, line)) if line else PolicyError(f"policy file '{file}' {problem}")
@@ -89,25 +89,25 @@ _NAME_IN_TEXT = re.compile(r"^  ([\w-]+):", re.MULTILINE)
 
 
 class PolicyName(NamedTuple):
-    """A policy in a file: the file, and the name of its variant, if it has any."""
+    """A policy: its file, and the name of the variant, if the file has variants."""
 
     path: Path
     variant: str = ""
 
 
 class _Place(NamedTuple):
-    """Where names are looked up: in ``folder`` before autopar's. ``seen``: the policies that led here."""
+    """The place where names are resolved: ``folder``, then autopar's. ``seen``: the chain of extending policies."""
 
     folder: Path
     seen: tuple[PolicyName, ...]
-    done: dict[PolicyName, Node]  # the user's policies that are read
+    done: dict[PolicyName, Node]  # the user's policies that were read
 
 
 _OWN_EXTENDED: dict[PolicyName, Node] = {}
 
 
 def extended(name: PolicyName, done: dict[PolicyName, Node], seen: tuple[PolicyName, ...] = ()) -> Node:
-    """Return the tree of a policy with all that it extends, made once however many files name it."""
+    """Return the tree of a policy with all inherited keys; each policy is resolved once."""
     known = _OWN_EXTENDED if comes_with_autopar(name.path) else done
     if name not in known:
         folder = name.path.parent
@@ -122,11 +122,9 @@ def extended(name: PolicyName, done: dict[PolicyName, Node], seen: tuple[PolicyN
 
 
 def user_tree(root: Node) -> Node:
-    """Return the tree of a policy that is in no file."""
+    """Return the tree of a policy that is not in a file."""
     if names := list(variants_of(root)):
-        raise PolicyError(
-            f"a policy that is given is one policy, and 'variants' holds {len(names)}: {', '.join(names)}", root.where
-        )
+        raise PolicyError(f"expected one policy, got {len(names)} in 'variants': {', '.join(names)}", root.where)
     return _extend(root, _Place(policy_folder(), (), {}))
 
 
@@ -141,12 +139,12 @@ def variants_of(root: Node) -> dict[str, Node]:
         if not _VARIANT.fullmatch(name):
             raise PolicyError(f"'{name}' is not a name of a variant: letters, digits, '-' and '_'", own.where)
         if not isinstance(own.value, dict) or "match" not in own.value:
-            raise PolicyError(f"variant '{name}' has no 'match', which says for which models it holds", own.where)
+            raise PolicyError(f"variant '{name}' needs 'match' with the models that it describes", own.where)
     return dict(variants.value)
 
 
 def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
-    """Return ``node`` over the files that it extends, and over ``common``, the rest of a file with variants."""
+    """Return ``node`` with inherited keys: of the files that it extends, and of ``common``, the keys of all variants."""
     if not isinstance(node.value, dict):
         raise PolicyError("a policy must hold keys", node.where)
     own = dict(node.value)
@@ -165,7 +163,7 @@ def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
         }
         own["towers"] = Node(inner, towers.where)
     top = Node(own, node.where)
-    if _has(own.get("match"), "model_type"):  # the range in an extended file holds for other model types
+    if _has(own.get("match"), "model_type"):  # the range in an extended file is for different model types
         for number, layer in enumerate(layers):
             if _has(layer, "match", "transformers"):
                 kept = {key: entry for key, entry in layer.value["match"].value.items() if key != "transformers"}
@@ -175,7 +173,7 @@ def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
 
 
 def _has(node: Node | None, *keys: str) -> bool:
-    """Return whether ``node`` holds keys inside each other."""
+    """Return whether ``node`` contains the nested keys."""
     for key in keys:
         if node is None or not isinstance(node.value, dict) or key not in node.value:
             return False
@@ -204,12 +202,12 @@ def _layers(extends: Node, place: _Place, *, in_block: bool = False) -> list[Nod
                 content = {key: part for key, part in tree.value.items() if key not in ("match", "loss")}
                 found.append(mount(Node(content, tree.where), path, name))
     if not found:
-        raise PolicyError("'extends' names no file", extends.where)
+        raise PolicyError("'extends' must name a file", extends.where)
     return found
 
 
 def _named(name: Node, place: _Place) -> Node:
-    """The tree of the policy or fragment of that name."""
+    """Return the tree of the policy or fragment with this name."""
     if not isinstance(name.value, str):
         raise PolicyError(f"'extends' takes names of files, or {{PATH: NAME}}, not {plain(name)!r}", name.where)
     found = _find(name.value, place.folder, name.where)
@@ -240,7 +238,7 @@ def _find(name: str, folder: Path, where: Where) -> PolicyName:
 
 @functools.cache
 def _own_variants() -> dict[str, Path]:
-    """Name of a variant -> its file, of those that come with autopar, from their texts."""
+    """Return variant -> file for autopar's policies, found in their texts."""
     found: dict[str, Path] = {}
     for path in policy_files():
         if section := _VARIANTS_IN_TEXT.search(policy_text(path)):
@@ -255,7 +253,7 @@ _IN_BLOCK = ("modules", "attributes", "inputs")
 
 
 def overlay(base: Node, top: Node) -> Node:
-    """Lay ``top`` over ``base``: keys of sections merge, rules and everything else replace, ``~`` deletes."""
+    """Override ``base`` by ``top``: sections are merged, other values are replaced, and ``~`` deletes a key."""
     if not isinstance(top.value, dict) or _is_rule(top):
         return top
     below = base.value if isinstance(base.value, dict) and not _is_rule(base) else {}
@@ -267,18 +265,17 @@ def overlay(base: Node, top: Node) -> Node:
             del merged[key]
         else:
             raise PolicyError(
-                f"'{key}' has no value; '~' deletes a key, but nothing that is extended has this one."
-                f"{nearest(key, below)}",
+                f"'{key}' has no value; '~' deletes a key, but no extended file has this key.{nearest(key, below)}",
                 entry.where,
             )
     return Node(merged, top.where)
 
 
 def _merge(left: Node, right: Node, decider: Node | None, path: tuple[str, ...] = ()) -> Node:
-    """Unite trees that must not contradict each other, unless ``decider`` has a word on the same key."""
+    """Merge two trees. A contradiction raises unless ``decider`` sets the same key."""
     if not (isinstance(left.value, dict) and isinstance(right.value, dict)) or _is_rule(left) or _is_rule(right):
         if decider is None and plain(left) != plain(right):
-            raise PolicyError(f"'{'.'.join(path)}' contradicts {right.where}; say here which holds", left.where)
+            raise PolicyError(f"'{'.'.join(path)}' contradicts {right.where}; set it in this file", left.where)
         return left
     merged = dict(left.value)
     for key, entry in right.value.items():
@@ -292,7 +289,7 @@ def _is_rule(node: Node) -> bool:
 
 
 def _mounted_in_model(tree: Node, path: str, name: Node) -> Node:
-    """Return the tower ``tree`` with all its paths below ``path`` of the base model. ``name`` is its file."""
+    """Return the tower ``tree`` with all paths below ``path`` of the base model; ``name``: its file."""
     content = dict(tree.value)
     _allow(content, ("units", "config", "blocks", "models", "without_kernels", *_IN_MODEL), path, name)
     for section in _IN_MODEL:
@@ -309,7 +306,7 @@ def _mounted_in_model(tree: Node, path: str, name: Node) -> Node:
 
 
 def _mounted_in_block(tree: Node, path: str, name: Node) -> Node:
-    """Return the fragment ``tree`` with its modules, and its ``block.x``, below ``path`` of each block."""
+    """Return the fragment ``tree`` with its modules and its ``block.x`` below ``path`` of each block."""
     content = dict(tree.value)
     _allow(content, ("units", "blocks"), path, name)
     blocks = content.get("blocks")
@@ -322,7 +319,7 @@ def _mounted_in_block(tree: Node, path: str, name: Node) -> Node:
     def moved(text: str, place: Where) -> str:
         if "*" in path and _OF_BLOCK.search(text):
             raise PolicyError(
-                f"'{text}' is of one module; '{name.value}' is mounted under '{path}', which are many", place
+                f"'{text}' needs one module, but '{name.value}' is mounted under several ('{path}')", place
             )
         return _OF_BLOCK.sub(inside, text)
 

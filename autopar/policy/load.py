@@ -1,4 +1,4 @@
-"""Load policies: from a YAML tree that knows its lines, from autopar's own files, from a path, a dict or YAML text.
+"""Load policies from autopar's files, a path, a dict or YAML text, with line numbers in errors.
 
 ``policies/README.md`` describes the form.
 """
@@ -32,11 +32,11 @@ from autopar.policy.schema import (
     LOSSES,
     SUPPORTED,
     Input,
-    Part,
     Policy,
     Ratio,
     Rule,
     Tower,
+    UnitRun,
     UnitSpec,
 )
 from autopar.policy.yaml_reader import Node, Where, plain, plain_tree
@@ -61,7 +61,7 @@ _text: Callable[[Node, str], str] = functools.partial(_typed, str, "text")
 _flag: Callable[[Node, str], bool] = functools.partial(_typed, bool, "true or false")
 _number: Callable[[Node, str], int] = functools.partial(_typed, int, "an integer")
 _UNIT = {"count": _expression, "follows": _text, "replicate": _flag, "or_whole": _flag, "align": _number}
-_OF_KINDS: dict[str, tuple[tuple[str, ...], Any]] = {  # key of a rule -> the kinds that take it; None reads a unit
+_OF_KINDS: dict[str, tuple[tuple[str, ...], Any]] = {  # key of a rule -> kinds with it, and its reader (None: a unit)
     **dict.fromkeys(("gather_output", "inside"), (("column",), _flag)),
     **dict.fromkeys(("split_input", "enter_output"), (("row",), _flag)),
     **dict.fromkeys(("opens", "closes", "sorted"), (("region",), _flag)),
@@ -73,13 +73,13 @@ _OF_KINDS: dict[str, tuple[tuple[str, ...], Any]] = {  # key of a rule -> the ki
 
 
 def parse_policy(name: str, root: Node) -> Policy:
-    """Read a policy from its merged tree (``extends`` already resolved).
+    """Read a policy from its tree with resolved ``extends``.
 
     Raises:
         PolicyError: Unknown keys and rules, wrong types, undefined units, with file and line.
     """
     top = _mapping(root, _TOP, f"policy '{name}'")
-    own = {"prefix", "suffix", "head"} if "match" not in top else set[str]()  # a plain module may have no blocks
+    own = {"prefix", "suffix", "head"} if "match" not in top else set[str]()  # a custom module may have no blocks
     if not {"blocks", "towers", "models", *own} & set(top):
         raise PolicyError(f"policy '{name}' has no section 'blocks' (nor 'towers', nor 'models')", root.where)
     if "units" not in top and not {"models", "towers"} & set(top):
@@ -134,7 +134,7 @@ def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mappi
 
 
 def _parse_versions(match: Mapping[str, Node], model_types: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """Return the range of transformers versions, and the ranges of single model types."""
+    """Return the range of transformers versions, and the ranges of individual model types."""
     node = match.get("transformers")
     if node is None:
         return SUPPORTED, {}
@@ -153,14 +153,14 @@ def _parse_names(match: Mapping[str, Node], key: str) -> tuple[str, ...]:
     node = match[key]
     nodes = node.value if isinstance(node.value, list) else [node]
     if not nodes:
-        raise PolicyError(f"'{key}' lists none", node.where)
+        raise PolicyError(f"'{key}' must not be empty", node.where)
     return tuple(_text(n, key) for n in nodes)
 
 
 def _parse_units(
     node: Node, outer: Mapping[str, UnitSpec] | None = None, *, literal: bool = False
 ) -> dict[str, UnitSpec]:
-    """Read units; if ``literal``, a count may be a number. A policy for a model type holds for models of all sizes."""
+    """Read units. With ``literal`` a count may be a number; a policy for a model type must fit models of all sizes."""
     units: dict[str, UnitSpec] = {}
     for name, entry in _mapping(node, None, "'units'").items():
         if isinstance(entry.value, dict):
@@ -177,7 +177,7 @@ def _parse_units(
     known = {**(outer or {}), **units}
     for unit in units.values():
         if unit.name == HIDDEN:
-            raise PolicyError(f"'{HIDDEN}' cannot be defined: it stands for single features", unit.where)
+            raise PolicyError(f"'{HIDDEN}' cannot be defined: it is the predefined unit of single features", unit.where)
         if unit.follows is not None and unit.follows not in known:
             raise PolicyError(_undefined(unit.follows, known), unit.where)
         leader, chain = unit.follows, [unit.name]
@@ -212,11 +212,11 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
         return replace(rule, extension=(name, given))
     content = _mapping(node, tuple(dict.fromkeys((*KINDS, *_OF_KINDS))), f"the rule of {path}")
     kinds = [kind for kind in KINDS if kind in content]
-    if kinds == ["row", "enter_output"]:  # a flag there, a rule by itself elsewhere
+    if kinds == ["row", "enter_output"]:  # a flag of row, otherwise a rule
         kinds = ["row"]
     if not kinds and set(content) == {BY_EXPERT}:
         unit = _parse_unit(content[BY_EXPERT], BY_EXPERT, units)
-        return Rule(BY_EXPERT, node.where, (Part(unit),), by_expert=unit)
+        return Rule(BY_EXPERT, node.where, (UnitRun(unit),), by_expert=unit)
     if len(kinds) != 1:
         raise PolicyError(f"the rule of {path} must name exactly one of {', '.join(KINDS)}", node.where)
     kind = kinds[0]
@@ -233,11 +233,11 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
     if facts.get("sorted") and BY_EXPERT not in content:
         raise PolicyError(f"'sorted' needs 'by_expert': it describes the rows of experts ({path})", node.where)
     if len({"opens", "closes", *(() if facts.get("sorted") else [BY_EXPERT])} & set(content)) > 1:
-        raise PolicyError(f"of 'opens', 'closes' and 'by_expert' a region takes one ({path})", node.where)
+        raise PolicyError(f"a region must have only one of 'opens', 'closes' and 'by_expert' ({path})", node.where)
     return Rule(kind, node.where, parts, **facts)
 
 
-def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[Part, ...]:
+def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[UnitRun, ...]:
     parts = []
     for entry in node.value if isinstance(node.value, list) else [node]:
         unit, star, width = (piece.strip() for piece in _text(entry, what).partition("*"))
@@ -245,9 +245,9 @@ def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[
             raise PolicyError(_undefined(unit, units), entry.where)
         if star and not width:
             raise PolicyError(f"'{entry.value}' has no width after '*'", entry.where)
-        parts.append(Part(unit, width or None))
+        parts.append(UnitRun(unit, width or None))
     if not parts:
-        raise PolicyError(f"'{what}' lists no unit", node.where)
+        raise PolicyError(f"'{what}' must list a unit", node.where)
     return tuple(parts)
 
 
@@ -323,18 +323,18 @@ def _mapping(node: Node, known: tuple[str, ...] | None, what: str) -> dict[str, 
 
 @functools.cache
 def own_policies() -> Mapping[str, Policy]:
-    """Read all policies that come with autopar: name of the file, or of its variant -> policy."""
+    """Read all policies of autopar: name of the file or variant -> policy."""
     found = {policy.name: policy for path in policy_files() for policy in load_policies(path)}
     return dict(sorted(found.items()))
 
 
 def load_policies(path: Path) -> tuple[Policy, ...]:
-    """Read the policies of a file, one for each variant; once in a process if the file comes with autopar."""
+    """Read the policies of a file, one per variant; a file of autopar is read once per process."""
     return _load_own(path) if comes_with_autopar(path) else _load(path)
 
 
 def load_policy(path: Path) -> Policy:
-    """Read the policy of a file; of a file with variants, the one with the name of the file."""
+    """Read the policy of a file; for a file with variants, the variant with the name of the file."""
     found = load_policies(path)
     if len(found) == 1:
         return found[0]
@@ -342,8 +342,8 @@ def load_policy(path: Path) -> Policy:
     if path.stem in names:
         return found[names.index(path.stem)]
     raise PolicyError(
-        f"{found[0].where.file} holds {len(found)} policies, and one is wanted. Write one that extends it: "
-        f"{{extends: {names[0]}}}, or one of {', '.join(names[1:])}"
+        f"{found[0].where.file} holds {len(found)} policies, expected one\n  Write a policy that extends one of them: "
+        f"{{extends: {names[0]}}}, or one of {', '.join(names[1:])}."
     )
 
 
@@ -362,7 +362,7 @@ def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: 
     ``extends`` finds files next to the given file first, then autopar's.
 
     Args:
-        place: Name of a dict in errors.
+        place: The name of a dict in errors.
     """
     if isinstance(source, Policy):
         return source
@@ -372,8 +372,8 @@ def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: 
         if not path.is_file():
             known = own_policies().keys() | {kind for policy in own_policies().values() for kind in policy.model_types}
             own = (
-                f".\n  autopar comes with one of the name {text}, and finds it by the model's type: leave policy= out."
-                f"\n  Your own can build on it: policy={{'extends': '{text}', ...}}"
+                f".\n  autopar has a policy {text}, which it finds by the model's type: leave policy= out."
+                f"\n  A custom policy can extend it: policy={{'extends': '{text}', ...}}"
             )
             more = own if text in known else ""
             raise PolicyError(f"policy file '{path}' does not exist; a policy is a path, a dict or YAML text{more}")

@@ -1,8 +1,8 @@
-"""Which policy describes a model: one that is given, one that lists its ``model_type``, or one that is derived.
+"""Find the policy of a model: the user's, the one that lists its ``model_type``, or a derived one.
 
-A ``model_type`` is listed in the policies and never guessed. If no policy lists it, a ``tp_plan`` that transformers
-ships with the model shows that such models can be sharded. It names modules and styles, but not the units of their
-features, so the policy is derived from the computations of ``forward``.
+Policies list model types; they are never guessed. If no policy lists the type, but transformers ships a ``tp_plan``
+with the model, the model can be sharded. A ``tp_plan`` has modules and styles, but not the units of their features, so
+the policy is derived from the computations of ``forward``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from autopar.policy.schema import DERIVED, Policy
 def model_inside(root: nn.Module, policy: Policy | None) -> tuple[str, Any]:
     """Return the path and the model in ``root`` that is parallelized.
 
-    It is the Hugging Face model inside (often ``root`` itself). A given policy without model types describes ``root``,
-    as does one where ``root`` holds no Hugging Face model.
+    It is the Hugging Face model inside (often ``root`` itself). If the user's policy has no model types, or ``root``
+    contains no Hugging Face model, it is ``root``.
 
     Raises:
-        UnsupportedModelError: there is no Hugging Face model and no policy was given, or there are several.
-        ConfigError: the model has adapters, and the feature for them is not installed.
+        UnsupportedModelError: There is no Hugging Face model and no user's policy, or there are several models.
+        ConfigError: The model has adapters, and the feature for them is not installed.
     """
     if uses_peft(root):
         registry.need("adapters", f"the adapters of {type(root).__name__} (PEFT)")
@@ -50,15 +50,15 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
     """Return the path and the one Hugging Face model inside ``root`` (often ``root`` itself).
 
     Raises:
-        UnsupportedModelError: there is none, or more than one.
+        UnsupportedModelError: There is no model, or more than one.
     """
     found = _hugging_face_models(root)
     if len(found) == 1:
         return found[0]
     if not found:
         raise UnsupportedModelError(
-            f"{type(root).__name__} is no Hugging Face model and holds none: autopar has no policy for it.\n"
-            "  A custom module needs one that lists the units of its weights:\n"
+            f"{type(root).__name__} must be or contain a Hugging Face model, or have a custom policy.\n"
+            "  Pass a policy that lists the units of its weights:\n"
             "    policy = {'units': {'ffn': 'inferred'}, 'blocks': {'path': 'layers', 'modules':\n"
             "              {'norm': 'replicated', 'up': {'column': 'ffn'}, 'down': {'row': 'ffn'}}}}\n"
             "    model = autopar.initialize(model, config, policy=policy)\n"
@@ -66,9 +66,9 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
         )
     listed = ", ".join(f"{path} ({type(module).__name__})" for path, module in found)
     raise UnsupportedModelError(
-        f"{type(root).__name__} holds {len(found)} Hugging Face models: {listed}; one is supported.\n"
-        f"  A policy without 'match' describes {type(root).__name__} as a whole; 'models: "
-        f"[{', '.join(path for path, _ in found)}]' in it stands for the policies of these."
+        f"{type(root).__name__} must contain one Hugging Face model, got {len(found)}: {listed}.\n"
+        f"  Or pass a policy without 'match' for {type(root).__name__}, with 'models: "
+        f"[{', '.join(path for path, _ in found)}]' for these models."
     )
 
 
@@ -85,14 +85,14 @@ def _hugging_face_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
 
 
 def base_of(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the path and the base model inside a task model; of any other module the module itself."""
+    """Return the path and the base model inside a task model; for other modules ``""`` and the module itself."""
     name = model.base_model_prefix if isinstance(model, PreTrainedModel) else ""
     base = getattr(model, name, None) if name else None
     return (name, base) if isinstance(base, nn.Module) else ("", model)
 
 
 def config_of(model: nn.Module) -> Any:
-    """Return the object with a model's counts: its ``config``, also a dict; an empty one if it has none."""
+    """Return the object with a model's counts: its ``config`` (or dict), or an empty object."""
     config: Any = getattr(model, "config", None)
     if isinstance(config, Mapping):
         return SimpleNamespace(**{str(name): value for name, value in config.items()})
@@ -111,37 +111,37 @@ def convolutional(model: nn.Module) -> str:
     if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
         return ""
     return (
-        f"{type(model).__name__} is a convolutional net, which autopar's policies do not cover.\n  Use torch's "
-        "DistributedDataParallel, or its fully_shard for the memory of weights and states."
+        f"{type(model).__name__} is a convolutional net, which autopar does not support.\n  Use torch's "
+        "DistributedDataParallel, or fully_shard to shard weights and optimizer state."
     )
 
 
 def advice(model_type: str, kinds: dict[str, str]) -> str:
-    """Say which name may have been meant, and how to get a policy."""
+    """Return the closest name, and the ways to get a policy."""
     hint = nearest(model_type, kinds, cutoff=0.7).strip()
     lines = [
         *([hint] if hint else []),
-        "autopar.initialize(model, config, policy='derive') derives a policy from what forward computes;",
-        "'autopar policy new MODEL' (a folder or a name on the hub) also proves it and writes it down.",
-        f"'autopar policy check my.yaml' tries a policy without weights; its form is in {reference()}",
-        "'autopar policy list' prints the model types that have one.",
+        "autopar.initialize(model, config, policy='derive') derives a policy from the computations of forward;",
+        "'autopar policy new MODEL' (a folder or a name on the hub) also verifies and saves it.",
+        f"'autopar policy check my.yaml' checks a policy without weights; its form is in {reference()}",
+        "'autopar policy list' prints the model types with a policy.",
     ]
     return "".join(f"\n  {line}" for line in lines)
 
 
 def supported_model_types() -> dict[str, str]:
-    """Return model_type -> name of the policy that describes it (of several, of the last)."""
+    """Return model_type -> name of its policy (the last one of several)."""
     return {kind: policy.name for policy in own_policies().values() for kind in policy.model_types}
 
 
 def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
-    """Find the policy of ``model``: the given one (path, dict or YAML text), else the one that matches.
+    """Find the policy of ``model``: the user's (path, dict or YAML text), otherwise the one that matches.
 
     If no policy lists the model type and transformers ships a ``tp_plan`` with the model, a policy is derived.
 
     Raises:
         UnsupportedModelError: No policy lists the model type, and none can be derived.
-        PolicyError: Two policies match, or the given one is for another model type.
+        PolicyError: Two policies match, or the user's policy is for another model type.
     """
     if policy is not None:
         chosen = read_user_policy(policy)
@@ -168,7 +168,7 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
     if len(found) > 1:
         raise PolicyError(
             f"{' and '.join(str(p.where) for p in found)} both match model_type {config.model_type}: "
-            "narrow one of them with match.config"
+            "restrict one of them with match.config"
         )
     if not found:
         if not listed and (reason := convolutional(model)):
@@ -182,9 +182,9 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
                 reason = f"{reason}, and {error}"
             reason = f"{reason.rstrip('.')}."
         else:
-            wants = (f"{p.name} wants {dict(p.config)}" + (f" and class {' or '.join(p.classes)}" if p.classes else "")
+            wants = (f"{p.name} needs {dict(p.config)}" + (f" and class {' or '.join(p.classes)}" if p.classes else "")
                      for p in listed)  # fmt: skip
-            reason = f"no policy fits this config of model_type '{config.model_type}': {'; '.join(wants)}."
+            reason = f"no policy supports this config of model_type '{config.model_type}': {'; '.join(wants)}."
         raise UnsupportedModelError(reason + advice(str(config.model_type), supported_model_types()))
     _check_version(found[0], config)
     return found[0]
@@ -194,7 +194,7 @@ class Described:
     """A policy and the model that it describes, found once for all plans of a model.
 
     Args:
-        root: The model that the user gave.
+        root: The user's model.
         prefix: The path in ``root`` of ``model``.
         model: The model that is parallelized: a Hugging Face model, or ``root``.
         policy: Its policy.
@@ -206,18 +206,18 @@ class Described:
 
     @classmethod
     def of(cls, root: nn.Module, policy: Policy | Described) -> Described:
-        """Return ``policy`` if it is found already; else find the model in ``root`` that it describes."""
+        """Return ``policy`` if it is a :class:`Described`, otherwise find the model in ``root`` that it describes."""
         return policy if isinstance(policy, Described) else cls(root, *model_inside(root, policy), policy)
 
     def policy_of(self, inside: PreTrainedModel) -> Policy:
-        """Return the policy of a Hugging Face model inside, found when a plan first asks for it."""
+        """Return the policy of a Hugging Face model inside, found at the first call."""
         if id(inside) not in self._of_models:
             self._of_models[id(inside)] = find_policy(inside)
         return self._of_models[id(inside)]
 
 
 def policies_of(model_type: str) -> list[Policy]:
-    """Return the policies that list the type. Only files whose lists hold it are parsed: a few of some hundreds."""
+    """Return the policies that list the type. Only files whose text contains it are parsed, a few of some hundreds."""
     word = re.compile(rf"(?<![\w.-]){re.escape(model_type)}(?![\w.-])")
     listed = (policy for path in policy_files() if _may_list(path, model_type, word) for policy in load_policies(path))
     return [policy for policy in listed if model_type in policy.model_types]
@@ -228,7 +228,7 @@ _LISTS = re.compile(r"model_type\W*?:[ \t]*(\[[^]]*\]|[^\s#,{}\[\]]+)?")
 
 def _may_list(path: Path, model_type: str, word: re.Pattern[str]) -> bool:
     text = policy_text(path)
-    if model_type not in text:  # it lists other types, or cannot be read, or extends a file with types
+    if model_type not in text:  # unless it extends a file with types, or cannot be read
         return "model_type" not in text
     lists = _LISTS.findall(text)
     return not all(lists) or any(word.search(listed) for listed in lists)
@@ -242,8 +242,8 @@ def _check_version(policy: Policy, config: PretrainedConfig) -> None:
         raise PolicyError(f"'{wanted}' is not a version range", policy.where) from error
     if not versions.contains(transformers_version, prereleases=True):
         raise UnsupportedModelError(
-            f"the policy for model_type '{config.model_type}' holds for transformers {wanted}, "
-            f"installed is {transformers_version} ({policy.where})."
+            f"the policy for model_type '{config.model_type}' needs transformers {wanted}, "
+            f"got {transformers_version} ({policy.where})."
         )
 
 
@@ -255,14 +255,14 @@ _log = logging.getLogger(__name__)
 def given_policy(
     model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy | None, configured: str = ""
 ) -> Policy | None:
-    """Return the policy that is given for a model; None if none is. Every rank gets the same.
+    """Return the user's policy for a model, or None; identical on all ranks.
 
     Args:
-        policy: Path, dict, YAML text or :class:`Policy`; ``"derive"`` derives one from the model's structure.
+        policy: A path, dict, YAML text or :class:`Policy`; ``"derive"`` derives one from the model's structure.
         configured: The configuration's ``policy``, used if ``policy`` is None.
 
     Raises:
-        PolicyError, UnsupportedModelError: It cannot be read, or derived.
+        PolicyError, UnsupportedModelError: It cannot be read or derived.
     """
     if policy is None and not configured:
         return None
@@ -277,19 +277,19 @@ def _derived_policy(model: PreTrainedModel) -> Policy:
     derive = registry.entry("policies", DERIVE, f"a policy that is derived from {type(model).__name__}")
     if not dist.is_initialized() or dist.get_rank() == 0:
         kind = type(model).__name__
-        tell(_log, f"deriving a policy for {kind}: seconds, or minutes where forward loops in Python")
+        tell(_log, f"deriving a policy for {kind}: takes seconds, or minutes if forward loops in Python")
     return read_user_policy(derive(model), place=f"policy derived from {type(model).__name__}")
 
 
 def _ships_plan(model: PreTrainedModel) -> bool:
-    """Return whether transformers ships a ``tp_plan`` with the model: one for more than its head."""
+    """Return whether transformers ships a ``tp_plan`` with the model for more than its head."""
     name, base = base_of(model)
     named = [str(pattern) for pattern in tensor_plan(model)]
     of_base = getattr(getattr(base, "config", None), "base_model_tp_plan", None)
     return bool(of_base) or any(pattern.startswith(f"{name}." if name else "") for pattern in named)
 
 
-# The losses of transformers' classes by the end of their names. All other losses are means, unless a policy names them.
+# The losses of transformers' classes by the end of their names. Other losses are means, unless a policy names them.
 _USUAL = {
     "ForCausalLM": "loss_function",
     "ForConditionalGeneration": "loss_function",
@@ -300,13 +300,13 @@ _USUAL = {
 
 
 def loss_kind(model: Any, given: Policy | None = None) -> str | None:
-    """Return the kind of a model's own loss, one of :data:`~autopar.policy.schema.LOSSES`; None if nothing says it.
+    """Return the kind of the loss that a model computes, one of :data:`~autopar.policy.schema.LOSSES`, or None.
 
-    The kind is a fact about the class that defines ``forward``: a class that inherits it has the same loss, and one
-    that defines ``forward`` or ``loss_function`` may have another.
+    The kind belongs to the class that defines ``forward``. A class that inherits it has the same loss; a class that
+    defines ``forward`` or ``loss_function`` may have another one.
 
     Args:
-        given: The user's policy, which may name any class. Those that come with autopar name classes of transformers.
+        given: The user's policy, which may name any class. Policies of autopar name classes of transformers.
     """
     classes = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("autopar.")]
     own = {"forward", "loss_function"} if isinstance(model, PreTrainedModel) else {"forward"}
@@ -327,6 +327,6 @@ def _usual(model: PreTrainedModel, maker: type) -> str | None:
 
 
 def is_encoder_decoder(model: PreTrainedModel) -> bool:
-    """Return whether a model, or the one for text in it, is an encoder and a decoder."""
+    """Return whether a model, or its text model, has an encoder and a decoder."""
     configs = (model.config, getattr(model.config, "text_config", None))
     return any(getattr(each, "is_encoder_decoder", False) for each in configs)

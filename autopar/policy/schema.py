@@ -1,7 +1,7 @@
-"""A policy as data.
+"""The data classes of policies.
 
-See ``policies/README.md`` for the form. A policy states facts about one architecture: which dim of which parameter is
-made of what. It holds no code and no run-time options.
+``policies/README.md`` describes the form. A policy states facts about an architecture: the units along the dims of its
+parameters. It contains no code and no run-time options.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any, NamedTuple
 from autopar.policy.yaml_reader import Where
 
 BY_EXPERT = "by_expert"
-"""Kind of a rule for a list of experts, each with rules for its modules."""
+"""The kind of a rule for a list of experts, each with rules for its modules."""
 DERIVED = "derived"
-"""Name of a policy that was derived because none lists the model type."""
+"""The name of a policy that was derived because no policy lists the model type."""
 INFERRED = "inferred"
 HIDDEN = "hidden"
 SUPPORTED = ">=5.20,<5.25"
-"""Versions of transformers for a policy without a range."""
+"""The versions of transformers for a policy without a range."""
 LISTED = ("column", "row", "sharded", "norm_over")
-"""Kinds of rules that take a list of parts."""
+"""The kinds of rules with a list of parts."""
 LOSSES = ("loss_function", "mean", "shifted_mean", "attended_mean", "shifted_attended_mean", "other")
-"""Kinds of a model's own loss: what ``self.loss_function`` of transformers is; a mean over the labels that are not
--100; that without the first label of each sequence; both without the labels that ``attention_mask`` masks; no mean over
-labels."""
+"""The kinds of the loss that a model computes: the loss of transformers' ``self.loss_function``; a mean over the labels
+that are not -100; the same without the first label of each sequence; both without labels that ``attention_mask`` masks;
+another loss."""
 KINDS = (*LISTED, "embedding", "replicated", "gathered", "region", "enter_output", "once")
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """Units that tp shards, never splitting one in two.
+    """A kind of units, which tp shards without dividing a unit.
 
     Attributes:
-        count: Config attribute, or a product or quotient of some; ``block.PATH`` for an attribute of a module in the
+        count: A config attribute, or a product or quotient of some; ``block.PATH`` for an attribute of a module in the
             block; ``inferred`` for single elements, counted on the parameter.
-        follows: Unit whose rank holds this one too (query heads follow their KV head).
-        replicate: Several ranks may hold a unit, if there are fewer units than ranks.
-        or_whole: All ranks hold all units, if there are fewer units than ranks.
-        align: Divisor of the units of a rank, if there are enough of them (kernels want aligned widths).
+        follows: The unit that must be on the same rank (query heads follow their KV head).
+        replicate: True if several ranks may hold a unit when there are fewer units than ranks.
+        or_whole: True if all ranks hold all units when there are fewer units than ranks.
+        align: The divisor of the number of units of a rank, if there are enough units (for aligned kernels).
     """
 
     name: str
@@ -51,8 +51,8 @@ class UnitSpec:
     align: int = 1
 
 
-class Part(NamedTuple):
-    """One run of units along a dim: the unit, and its width (None: an equal share of the remaining elements)."""
+class UnitRun(NamedTuple):
+    """A run of units along a dim: the unit, and its width (None: an equal fraction of the remaining elements)."""
 
     unit: str
     width: str | None = None
@@ -65,13 +65,13 @@ class Part(NamedTuple):
 class Rule:
     """The sharding of one module, bare parameter or buffer.
 
-    ``kind`` is one of :data:`KINDS`. ``parts`` are the runs of units; kinds that shard nothing name the unit of the
-    region in which they work. ``extension``: name of the rule of a feature that extends this one, and its numbers.
+    ``kind`` is one of :data:`KINDS`. ``parts`` are the runs of units; kinds without sharding name the unit of the
+    region in which they work. ``extension``: the name of a feature's rule that extends this rule, and its numbers.
     """
 
     kind: str
     where: Where
-    parts: tuple[Part, ...] = ()
+    parts: tuple[UnitRun, ...] = ()
     dim: int | None = None
     gather_output: bool = False
     split_input: bool = False
@@ -87,14 +87,14 @@ class Rule:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The units of the parts, in order."""
+        """Units of the parts, in order."""
         return tuple(part.unit for part in self.parts)
 
 
 class Ratio(NamedTuple):
     """The value of a scaled attribute: the features of ``parts`` that the rank holds, or a quotient of two units."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[UnitRun, ...]
     per: str | None
     where: Where
 
@@ -109,10 +109,10 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True)
 class Tower:
-    """One run of blocks and what surrounds it. A policy has one, or several by name.
+    """A list of blocks and the modules around it. A policy has one tower, or several by name.
 
-    Module paths are as written, with ``?`` after optional segments and ``*`` for every member of a list. ``blocks`` are
-    relative to each block, everything else to the base model.
+    Module paths have ``?`` after optional segments and ``*`` for every member of a list. Paths in ``blocks`` are
+    relative to each block, other paths to the base model.
     """
 
     name: str
@@ -133,12 +133,12 @@ class Tower:
 
 @dataclass(frozen=True)
 class Policy:
-    """One parsed policy: its towers, the rules of task heads (relative to the task model), and the models inside.
+    """A parsed policy: its towers, the rules of task heads (relative to the task model), and the models inside.
 
-    ``model_types`` is empty for a policy that is given by hand, without ``match``. ``models``: path (relative to the
-    base model) -> place. Each is a Hugging Face model whose own policy, found by its own ``model_type``, holds below
-    it. ``without_kernels``: functions of the modeling file that must be transformers' own (see
-    :mod:`autopar.plan.matching`). ``loss``: class of a model -> one of :data:`LOSSES`, if its name does not tell.
+    ``model_types`` is empty for a user's policy without ``match``. ``models``: path (relative to the base model) ->
+    place in the policy, for Hugging Face models inside, which have the policy of their ``model_type``.
+    ``without_kernels``: functions of the modeling file that must be transformers' torch code (see
+    :mod:`autopar.plan.matching`). ``loss``: class of a model -> one of :data:`LOSSES`, if its name does not show it.
     """
 
     name: str
@@ -156,10 +156,10 @@ class Policy:
     loss: Mapping[str, str] = field(default_factory=dict)
 
     def range_of(self, model_type: str) -> str:
-        """Return the versions of transformers in which models of this type have the structure."""
+        """Return the versions of transformers for which the policy describes models of this type."""
         return self.ranges.get(model_type, self.transformers)
 
     @property
     def units(self) -> Mapping[str, UnitSpec]:
-        """The units of the first tower, which hold in heads too."""
+        """The units of the first tower, which heads use too."""
         return self.towers[0].units

@@ -1,4 +1,4 @@
-"""Reading YAML as data whose every value knows its line. Nothing in a file can make the reader hang, grow or crash.
+"""Read YAML as data with a line number for every value, safely for any file.
 
 Policies and config files are read here, with or without libyaml. Unlike in ``yaml.safe_load``, a duplicate key, an
 alias, a tag and a second document are errors. Scalars follow YAML 1.2 (``1e-5`` is a number; ``1:30``, ``010`` and
@@ -17,10 +17,10 @@ import yaml
 from autopar.errors import missing
 
 Fail = Callable[[str, "int | str | None"], Exception]
-"""Makes the error of a file, from the problem and its line or key path, if any."""
+"""A function that makes the error of a file from the problem and its line or key path, if any."""
 
 _MOST_LEVELS = 50
-_EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same events; the C one is ten times faster
+_EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader makes the same events ten times faster
 _WORDS = {"": None, "~": None, "null": None} | dict.fromkeys(("true", "yes", "on"), True)
 _WORDS |= dict.fromkeys(("false", "no", "off"), False)
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,99}(_[0-9]{1,99}){0,9})")
@@ -30,7 +30,7 @@ _FLOAT_WORD = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 class Where(NamedTuple):
-    """Place of an entry: file (or ``policy dict``) and line (or key path)."""
+    """The place of an entry: file (or ``policy dict``) and line (or key path)."""
 
     file: str
     line: int | str
@@ -40,14 +40,14 @@ class Where(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One value with its place: a scalar, a list of nodes, or a dict of nodes."""
+    """A value with its place: a scalar, a list of nodes, or a dict of nodes."""
 
     value: Any
     where: Where
 
 
 def read_text(path: Path, fail: Fail) -> str:
-    """Read a file of UTF-8, with or without a byte order mark."""
+    """Read a UTF-8 file, with or without a byte order mark."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -62,7 +62,7 @@ def read_text(path: Path, fail: Fail) -> str:
 
 
 def yaml_tree(text: str, file: str, fail: Fail) -> Node:
-    """Read the one document of ``text``; an empty one is None."""
+    """Read the document in ``text``; None if it is empty."""
     text = text.removeprefix("\ufeff")
     if strange := yaml.reader.Reader.NON_PRINTABLE.search(text):
         line = text.count("\n", 0, strange.start()) + 1
@@ -77,7 +77,7 @@ def yaml_tree(text: str, file: str, fail: Fail) -> Node:
 
 
 def plain(node: Node) -> Any:
-    """The value without places, as ``yaml.safe_load`` gives it."""
+    """Return the value without places, as ``yaml.safe_load``."""
     if isinstance(node.value, dict):
         return {key: plain(entry) for key, entry in node.value.items()}
     if isinstance(node.value, list):
@@ -86,10 +86,10 @@ def plain(node: Node) -> Any:
 
 
 def plain_tree(data: Any, file: str, fail: Fail, path: tuple[str, ...] = (), depth: int = 0) -> Node:
-    """The opposite of :func:`plain`: the places are paths of keys."""
+    """Reverse :func:`plain`, with paths of keys as places."""
     where = Where(file, ".".join(path) or "top")
     if depth > _MOST_LEVELS:
-        raise fail(f"is nested more than {_MOST_LEVELS} levels deep, or holds itself", ".".join(path[:3]) or "top")
+        raise fail(f"is nested more than {_MOST_LEVELS} levels deep, or contains itself", ".".join(path[:3]) or "top")
     if isinstance(data, Mapping):
         return Node({str(k): plain_tree(v, file, fail, (*path, str(k)), depth + 1) for k, v in data.items()}, where)
     if isinstance(data, (list, tuple)):
@@ -98,21 +98,21 @@ def plain_tree(data: Any, file: str, fail: Fail, path: tuple[str, ...] = (), dep
 
 
 class _Builder:
-    """Puts events together to one tree; a loop and a stack, because a recursion ends where a file wants it to."""
+    """Build a tree from events, with a loop and a stack, because a file could exceed the recursion limit."""
 
     def __init__(self, file: str, fail: Fail) -> None:
         self.file, self.fail = file, fail
         self.root: Node | None = None
-        self.open: list[Node] = []  # the lists and dicts around this place
-        self.keys: list[tuple[str, int] | None] = []  # of each of them: the key that waits for its value
+        self.open: list[Node] = []  # the enclosing lists and dicts
+        self.keys: list[tuple[str, int] | None] = []  # for each of them, the key whose value comes next
 
     def take(self, event: Any) -> None:
         line = event.start_mark.line + 1
         match event:
             case yaml.AliasEvent():
-                raise self.fail(f"has an alias (*{event.anchor}), which is not read; write the value out", line)
+                raise self.fail(f"has an alias (*{event.anchor}), which is not supported; write the value out", line)
             case yaml.DocumentStartEvent() if self.root is not None:
-                raise self.fail("holds a second document ('---'); one is read", line)
+                raise self.fail("must hold one document, got a second one ('---')", line)
             case yaml.ScalarEvent():
                 self._scalar(event, line)
             case yaml.MappingStartEvent() | yaml.SequenceStartEvent():
@@ -128,15 +128,15 @@ class _Builder:
             return
         known = self.open[-1].value.get(event.value)
         if known is not None:
-            raise self.fail(f"key '{event.value}' stands here and in line {known.where.line}", line)
+            raise self.fail(f"key '{event.value}' is also in line {known.where.line}", line)
         if event.value == "<<":
-            raise self.fail("has a merge key ('<<'), which is not read; write the keys out", line)
+            raise self.fail("has a merge key ('<<'), which is not supported; write the keys out", line)
         self.keys[-1] = (event.value, line)
 
     def _begin(self, content: Any, event: Any, line: int) -> None:
         self._no_tag(event, "{...}" if isinstance(content, dict) else "[...]", line)
         if self.open and isinstance(self.open[-1].value, dict) and self.keys[-1] is None:
-            raise self.fail("has a list or a mapping as a key; a key is a word", line)
+            raise self.fail("has a list or a mapping as a key; a key must be a word", line)
         if len(self.open) >= _MOST_LEVELS:
             raise self.fail(f"is nested more than {_MOST_LEVELS} levels deep", line)
         node = Node(content, Where(self.file, line))
@@ -157,11 +157,11 @@ class _Builder:
     def _no_tag(self, event: Any, value: str, line: int) -> None:
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise self.fail(f"has a value that plain YAML does not know: {value!r} with the tag {tag}", line)
+            raise self.fail(f"has a tag, which is not supported: {tag} with the value {value!r}", line)
 
 
 def _scalar(text: str) -> Any:
-    """The value of a plain (unquoted) scalar."""
+    """Return the value of a plain (unquoted) scalar."""
     word = text if text.islower() else text.lower() if text in (text.upper(), text.capitalize()) else text
     if word in _WORDS:
         return _WORDS[word]
@@ -177,16 +177,16 @@ def _scalar(text: str) -> Any:
 
 
 def _explained(error: yaml.YAMLError, text: str) -> tuple[str, int]:
-    """Describe the mistake in the file: its line, and the remedy for the common ones."""
+    """Return the description of a YAML error, with a fix for common mistakes, and its line."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     lines = text.split("\n")
     line = min(mark.line + 1 if mark is not None else 1, len(lines) - (not lines[-1]) or 1)
-    if "nesting depth" in problem:  # libyaml of PyYAML 6.0.4 has a limit of 1,000 levels, and reads ahead
+    if "nesting depth" in problem:  # libyaml in PyYAML 6.0.4 has a limit of 1,000 levels
         return f"is nested more than {_MOST_LEVELS} levels deep", line
     hint = ""
     if "\t" in lines[line - 1]:
-        hint = "; indent with blanks, the line holds a tab"
+        hint = "; indent with blanks instead of tabs"
     elif "got '?'" in problem:
-        hint = "; inside [...] and {...} put what holds a '?' in quotes: some readers of YAML want that"
+        hint = "; inside [...] and {...} quote values with a '?'"
     return f"cannot be parsed as YAML: {problem}{hint}", line

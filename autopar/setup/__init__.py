@@ -1,1 +1,1 @@
-"""A plan applied to a model: the call, checked; the steps in order; the state that they leave."""
+"""Apply a plan to a model: check the call, run the steps in order, and keep the state."""

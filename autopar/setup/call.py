@@ -1,4 +1,4 @@
-"""A call of ``initialize``, checked before anything is changed."""
+"""Check a call of ``initialize`` before anything changes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from autopar.stored import as_plain, quantizers, stored_weights
 
 
 class Call(NamedTuple):
-    """The arguments of ``initialize``, checked.
+    """The checked arguments of ``initialize``.
 
     Attributes:
-        prefix, inner: Path and object of the Hugging Face model; of a plain module ``""`` and itself.
-        policy: The policy that fits; ``own_policy``: whether the user gave it.
-        optimizer: Kind of step of each group, and its parameters by name.
+        prefix, inner: The path and the object of the Hugging Face model; ``""`` and the module itself for a custom one.
+        policy: The policy of the model. ``own_policy``: True if the user passed it.
+        optimizer: For each group, the kind of step and the names of its parameters.
     """
 
     config: ParallelConfig
@@ -48,26 +48,31 @@ class Call(NamedTuple):
     optimizer: list[list[str]]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what must be the same on every rank."""
+        """Return the values that must be identical on all ranks."""
         return {"config": dataclasses.asdict(self.config), "optimizer": self.optimizer}
 
 
 def check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any) -> Call:
-    """Check the arguments of ``initialize`` on this rank; the model is only read.
+    """Check the arguments of ``initialize`` on this rank, without changing the model.
 
     Raises:
-        ConfigError, UnsupportedModelError, PolicyError: the call is wrong.
+        ConfigError, UnsupportedModelError, PolicyError: The call is wrong.
     """
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
     registry.check_settings(parsed)
     if in_lazy_init():
-        raise ConfigError("initialize inside lazy_init would make a model without memory: call it after the with.")
+        raise ConfigError(
+            "initialize is not supported inside of lazy_init, where parameters have no storage\n"
+            "  Call it after leaving `with lazy_init():`."
+        )
     _refuse_second(model)
     own = given_policy(model, policy, parsed.policy)
     prefix, inner = model_inside(model, own)
     if torch.is_inference_mode_enabled():
-        raise ConfigError("initialize inside torch.inference_mode would make weights that cannot be trained: leave it")
+        raise ConfigError(
+            "initialize is not supported in torch.inference_mode: the weights could not be trained\n  Call it outside."
+        )
     check_offload(parsed.zero_cpu_offload)
     named = check_optimizer(optimizer, lr_scheduler, model, parsed)
     found = find_policy(inner, own)
@@ -81,8 +86,8 @@ def _check_compiled(model: nn.Module, blocks: Sequence[str], policy: object, bac
     """Raise ConfigError if a policy names no blocks to compile, or torch has no such backend here."""
     if not blocks:
         raise ConfigError(
-            f"compile compiles the blocks of a model, and the policy of {type(model).__name__} names no 'blocks' "
-            f"({policy}).\n  Leave it out, and use torch.compile(model) after autopar.initialize."
+            f"compile needs a policy with 'blocks'; the policy of {type(model).__name__} has none ({policy}).\n"
+            "  Leave compile out, and use torch.compile(model) after autopar.initialize."
         )
     known = torch.compiler.list_backends(exclude_tags=())  # takes a second
     if backend not in known:
@@ -97,22 +102,22 @@ def _refuse_second(model: nn.Module) -> None:
         if state is not None:
             raise ConfigError(
                 f"{place} is parallelized already: {state.mpu.sizes.in_words()}.\n"
-                "  autopar.deparallelize(model) gives back the plain model, which can be initialized again."
+                "  Call autopar.deparallelize(model) before you initialize it again."
             )
         plan = vars(module).get("autopar")
         if isinstance(plan, ModulePlan):
             how = "is part of a model that is parallelized already"
             if not plan.where:
-                how = "was built parallel by hand: initialize takes plain layers, and shards them by a policy"
+                how = "is a parallel layer already; initialize needs a model of ordinary layers"
             raise ConfigError(f"{place} {how}.")
 
 
 def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[Plans, Materializer]:
-    """Plan this rank's shards, run them without data, draw missing weights; identical on every rank.
+    """Plan this rank's shards, run them without data, and draw missing weights; identical on all ranks.
 
     Raises:
-        ConfigError, UnsupportedModelError, PolicyError: something does not fit.
-        ConsistencyError: another rank raises, or has planned something else.
+        ConfigError, UnsupportedModelError, PolicyError: The model does not fit the config or the policy.
+        ConsistencyError: Another rank raises, or has another plan.
     """
 
     def check(plan: Plan) -> None:

@@ -1,8 +1,11 @@
-"""The steps of ``initialize``: how a model changes, in which order, and why; and how each step is undone.
+"""The steps of ``initialize``, which change a model in place, and the functions that undo them.
 
-:data:`STEPS` is the order. A step changes the model in place, and says why it stands where it does. Nothing is checked
-any more: the plans were. A step that can be undone puts a function onto ``state.undo``; ``deparallelize`` calls them,
-the last one first. The state stays on the model, as ``model._autopar``.
+[Note: order of setup and undo] :data:`STEPS` lists the steps in order; the docstring of each gives the reason for its
+place. All checks have passed on the plans before, so a step does not check anything. Layers are sharded while every
+rank has all of them. Then stages release the blocks of other ranks, and only then do weights from ``lazy_init`` get
+memory. The optimizer comes last, because its fp32 copies and ZeRO shards need the final parameters. A step that can be
+undone appends a function to ``state.undo``; ``deparallelize`` calls these in reverse order. The state is
+``model._autopar``.
 """
 
 from __future__ import annotations
@@ -49,14 +52,14 @@ class Parallelized:
     """The state of a parallelized model, for ``deparallelize``, savers and gradient norms.
 
     Attributes:
-        plan: Shards of this rank over tp.
-        stages: Its stages over pp.
-        features: Plans of features, by name, and the objects that their steps keep on the model.
-        prefix: Path of the Hugging Face model in the model, ``""`` if it is that.
-        policy: The policy that fitted; ``own_policy``: that one if the user gave it.
-        failures, region, dp: Parts that steps have made.
+        plan: The shards of this rank over tp.
+        stages: The stages of this rank over pp.
+        features: The plans of features by name, and the objects that their steps keep on the model.
+        prefix: The path of the Hugging Face model in the model; ``""`` if it is the model.
+        policy: The policy of the model. ``own_policy``: the same policy if the user passed it, otherwise None.
+        failures, region, dp: The objects that the steps create.
         pp: The stages on this rank; None before :meth:`pipeline` is called.
-        undo: Functions of the model and its state that undo the steps, in their order.
+        undo: The functions ``undo(model, state)`` of the steps, in order.
     """
 
     failures: FailureLog
@@ -80,7 +83,7 @@ class Parallelized:
         return copied
 
     def pipeline(self, model: Any) -> pipeline_methods.Pipeline:
-        """Return the stages of ``model`` on this rank. Those of a model in one piece are made when they are needed."""
+        """Return the stages of ``model`` on this rank. Without pipeline parallelism they are made at the first call."""
         if self.pp is None:
             inner, config = self.inner_of(model), self.config
             loss, check = self.own_loss(inner), config.consistency_check
@@ -90,28 +93,28 @@ class Parallelized:
         return self.pp
 
     def own_loss(self, inner: Any) -> OwnLoss:
-        """Return facts about the own loss of a Hugging Face model, or of a plain module."""
+        """Return facts about the loss that a Hugging Face model, or a custom module, computes itself."""
         from autopar.pipeline_parallel.microbatch import OwnLoss
 
         return OwnLoss.of(inner, self.policy if self.policy.name == DERIVED else self.own_policy)
 
     def inner_of(self, model: nn.Module) -> nn.Module:
-        """Return the Hugging Face model in ``model``, or the plain module."""
+        """Return the Hugging Face model in ``model``, or the custom module."""
         return model.get_submodule(self.prefix)
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the blocks of ``model``, of all stages."""
+        """Return the blocks of ``model`` on all stages."""
         return [model.get_submodule(path) for path in self.stages.elements]
 
 
 @dataclass
 class Given:
-    """Inputs of the steps that no parallelized model keeps.
+    """The inputs of the steps that the parallelized model does not keep.
 
     Attributes:
-        weights: Source of the shards of a model without memory.
-        optimizer: Optimizer of the user, or None.
-        first_forward: Dry run of a plain module, which comes with its first forward.
+        weights: The source of the shards of a model on the meta device.
+        optimizer: The user's optimizer, or None.
+        first_forward: The dry run of a custom module, which needs the inputs of the first forward.
     """
 
     weights: Materializer
@@ -120,7 +123,7 @@ class Given:
 
 
 def open_failure_log(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """First: later failures are published to the other ranks."""
+    """Open the failure log first, so that later failures are published to the other ranks."""
     mpu, config = state.mpu, state.config
     mpu.failures = state.failures = FailureLog(mpu, config.pipeline.timeout)
     for axis in (mpu.tp, mpu.cp, mpu.tp_cp, mpu.ep):
@@ -129,18 +132,18 @@ def open_failure_log(model: nn.Module, state: Parallelized, given: Given) -> Non
 
 
 def take_values_of_rank_0(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Before sharding: all ranks have the same tensors still, so each is one broadcast."""
+    """Broadcast rank 0's values before sharding, while all ranks have the same tensors."""
     sync_parameters(model, state.mpu)
     sync_generators(state.mpu.model)
 
 
 def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Before stages: swap layers and shard parameters while every rank has all of them."""
+    """Swap layers and shard parameters before stages release any, while every rank has all of them."""
     inner = state.inner_of(model)
     if state.plan.tp > 1 and not isinstance(inner, PreTrainedModel):
         from autopar.dry_run.tensor_parallel import FirstForward
 
-        given.first_forward = FirstForward(inner, state.plan)  # of a copy, while the module is unsharded
+        given.first_forward = FirstForward(inner, state.plan)  # it copies the module before sharding
     keep_form(model, keep=True)
     state.undo.append(lambda model, own: keep_form(model, keep=False))
     state.region = tensor_parallel.apply(model, inner, state.plan, state.mpu, state.config)
@@ -148,10 +151,10 @@ def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def compile_blocks(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Around recomputation, which becomes part of the graph.
+    """Compile blocks outside of recomputation, which becomes part of the graph.
 
-    Blocks are compiled one by one, when first called: equal blocks share their graphs, with collectives inside, and
-    code between them (masks, the loss, sharded logits) runs as it is.
+    Each block is compiled at its first call. Equal blocks share their graphs, which contain the collectives. Code
+    between blocks (masks, the loss, sharded logits) is not compiled.
     """
 
     def undo(model: Any, own: Parallelized) -> None:
@@ -167,23 +170,23 @@ def compile_blocks(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def watch_replicas(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Before stages release parameters: norms and averages know the parameters of all stages by name."""
+    """Set up data parallelism before stages release parameters: norms and averages need the names of all stages."""
     inner = state.inner_of(model)
     state.dp = DataParallel(model, inner, state.plan, state.mpu, state.config, state.failures)
     state.dp.replicas = ReplicaGradients(state.plan, state.stages, state.mpu, state.failures)
 
 
 def release_other_stages(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Before memory: parameters of other stages become placeholders, and are never filled."""
+    """Replace parameters of other stages by placeholders before weights get memory, so that they never get any."""
     if state.stages.stages > 1:
         state.pipeline(model)
         state.undo.append(lambda model, own: own.pipeline(model).undo(model))
 
 
 def fill_weights(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """When it is known what this rank holds: shards of a model from ``lazy_init`` get memory, and then a device.
+    """Fill the shards of a model from ``lazy_init`` and move them to the device, once this rank's shards are final.
 
-    Not with FSDP2: it shards parameters without memory, or moves a block to the device before it shards that.
+    FSDP2 does it later: it shards parameters on the meta device, or moves each block to the device before sharding it.
     """
     if state.config.fully_sharded:
         return
@@ -198,7 +201,7 @@ def _fill(state: Parallelized, given: Given) -> None:
 
 
 def hook_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """When weights have memory: comparisons at a forward depend on their contents (not with FSDP2)."""
+    """Hook the forwards after weights have memory, because comparisons read their values (not with FSDP2)."""
     inner = state.inner_of(model)
     tensor_parallel.attach(inner, state.plan, state.mpu, state.config, state.region, state.failures, state.dp.steps)
     if given.first_forward is not None:
@@ -210,7 +213,7 @@ def hook_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def add_savers(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """On the model as it stays: its state dict, ``save_parallelized`` and ``from_parallelized``."""
+    """Add the methods for saving and loading once the modules are final."""
     holders = {name: state.stages.holders(name) for name in state.plan.tensors}
     inner: Any = state.inner_of(model)
     checkpoint.attach(model, state.plan, state.mpu, inner, state.prefix, holders)
@@ -220,7 +223,7 @@ def add_savers(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def prepare_optimizer(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Last: parameters are the final ones, so fp32 copies, shares of ZeRO and FSDP are made of these."""
+    """Set up the optimizer last: fp32 copies, ZeRO shards and FSDP need the final parameters."""
     state.dp.attach(given.optimizer, state.blocks_of(model), lambda: _fill(state, given))
     state.undo.append(lambda model, own: own.dp.undo())
     if state.pp is not None:
@@ -245,7 +248,7 @@ STEPS: tuple[Callable[[nn.Module, Parallelized, Given], None], ...] = (
 
 
 def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Make all steps, and say on rank 0 what has become of the model."""
+    """Run all steps, and log a summary on rank 0."""
     mpu = state.mpu
     whole, notice = held(model)[0], derived_notice(model, state.plan, state.policy) if mpu.is_master else None
     for step in registry.in_order(STEPS, state.config):
@@ -260,10 +263,10 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def undo(model: nn.Module, state: Parallelized) -> None:
-    """Take back all steps, the last one first, and destroy the process groups, unless a copy uses them."""
+    """Undo all steps in reverse order, and destroy the process groups unless a copy of the model uses them."""
     copied = any(other is not state and other.mpu is state.mpu for other in _alive)
     with state.failures.wait("deparallelize", range(state.mpu.world_size)):
-        (kept,), _ = extremes([int(copied)], None)  # some ranks alone may hold a copy
+        (kept,), _ = extremes([int(copied)], None)  # only some ranks may have a copy
     while state.undo:
         state.undo.pop()(model, state)
     del model._autopar, model.mpu

@@ -1,7 +1,7 @@
-"""Files: read by byte ranges, written from the beginning to the end; and their checksums.
+"""Read files by byte ranges, write them sequentially, and compute their checksums.
 
-The checksum of everything in a checkpoint is XXH3, 64 bits, as 16 hexadecimal digits. It runs at the speed of memory
-(measured: 20 GB/s on one core, CRC-32 4 GB/s). It finds accidents, not forgers. https://xxhash.com
+All checksums of a checkpoint are XXH3 with 64 bits, as 16 hexadecimal digits. It runs at the speed of memory (measured:
+20 GB/s on one core, CRC-32 4 GB/s). It detects accidental damage, not forgery. https://xxhash.com
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _opening = threading.Lock()
 
 
 class Closing:
-    """A context manager that closes itself."""
+    """A base class of context managers that call :meth:`close` on exit."""
 
     def close(self) -> None:
-        """Close it."""
+        """Release the resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -40,16 +40,16 @@ class RangeFile(Closing):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: int | None = None
-        self._first: tuple[int, int] | None = None  # bytes and time of the last change, when it was opened first
+        self._first: tuple[int, int] | None = None  # size and modification time at the first open
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the bytes from ``offset`` on. Raises CheckpointError if the file ends before."""
         self.read_runs(target, [(0, offset)], len(target))
 
     def read_runs(self, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
-        """Read runs of ``length`` bytes, each with its place in ``target`` and its offset in the file.
+        """Read runs of ``length`` bytes; ``places``: offset in ``target`` and offset in the file of each run.
 
-        A row-parallel weight has one in every row, so this loop has only the calls (measured: 1.5 us each, without
+        A row-parallel weight has one run per row, so this loop contains only the calls (measured: 1.5 us each, without
         copying). Raises CheckpointError if the file ends before.
         """
         preadv, handle = os.preadv, self._opened()
@@ -60,7 +60,7 @@ class RangeFile(Closing):
                     more = preadv(handle, [target[here + done : here + length]], there + done)
                     if more == 0:
                         raise CheckpointError(
-                            f"{self.path} is truncated: it ends at byte {there + done}, {there + length} are needed"
+                            f"{self.path} is truncated: expected at least {there + length} bytes, got {there + done}"
                         )
                     done += more
         except OSError as error:
@@ -88,12 +88,12 @@ class RangeFile(Closing):
         return self._state(self._opened())[0]
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if the file was written into or removed since it was opened first."""
+        """Raise CheckpointError if the file was changed or removed after the first open."""
         if self._first is not None and (now := self._state(self._opened())) != self._first:
             grown = f" (it had {self._first[0]} bytes, now {now[0]})" if now[0] != self._first[0] else ""
             raise CheckpointError(
-                f"{self.path} was written to while it was being loaded{grown}: the weights may be of both files.\n"
-                "  Load it again once nothing writes to it; write checkpoints to another file, and rename that."
+                f"{self.path} changed during loading{grown}: the weights may be a mix of both versions.\n"
+                "  Load it again after the write. Write checkpoints to a temporary file, and rename it."
             )
 
     def close(self) -> None:
@@ -109,15 +109,15 @@ class RangeFile(Closing):
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 _PIECE = 1 << 17  # bytes in one call
-_EARLY = 1 << 23  # bytes after which the disk is given work
+_EARLY = 1 << 23  # bytes after which the disk starts to write
 
 
 class OutputFile(io.FileIO):
-    """A new file, written from the beginning; every method raises ``OSError`` as the system does.
+    """A new file that is written sequentially. Methods raise ``OSError``.
 
-    The disk gets work while the rest is copied, not only at the fsync (measured: 1 GB in 0.9 s, else 1.2). Calls are
-    small: the kernel allocates blocks as large as one call, and a virtual machine may first have to get large ones from
-    its host (measured: a copy of 1 GB in 0.3 s in calls of 128 KiB, 1.2 s in those of 2 MiB).
+    The disk writes while later data is copied, not only at the fsync (measured: 1 GB in 0.9 s instead of 1.2 s). Calls
+    are small, because the kernel allocates blocks of the size of a call, and a virtual machine may request large blocks
+    from its host (measured: 1 GB in 0.3 s with calls of 128 KiB, 1.2 s with 2 MiB).
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,8 +132,8 @@ class OutputFile(io.FileIO):
             view = view[done:]
             self._written += done
             if self._written - self._begun >= _EARLY:
-                until = self._written // _PIECE * _PIECE  # a page that is not full would be written twice
-                if hasattr(os, "posix_fadvise"):  # on Linux what is not needed in memory goes to the disk from now on
+                until = self._written // _PIECE * _PIECE  # an incomplete page would be written twice
+                if hasattr(os, "posix_fadvise"):  # on Linux this starts the write of these pages
                     advice = os.POSIX_FADV_DONTNEED
                     os.posix_fadvise(self.fileno(), self._begun, until - self._begun, advice)
                 self._begun = until
@@ -150,7 +150,7 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def small_file(path: Path) -> bytes:
-    """Read a small file. Raises ``OSError`` as the system does, and for a named pipe or a device."""
+    """Read a small file. Raises ``OSError`` if that fails, or for a named pipe or a device."""
     if path.exists() and not path.is_file():
         raise OSError("it must be a regular file")
     return path.read_bytes()

@@ -1,8 +1,8 @@
-"""The weight files of a Hugging Face checkpoint as lazy tensors: safetensors, or the files of ``torch.save``.
+"""Open the weight files of a Hugging Face checkpoint (safetensors or ``torch.save``) as lazy tensors.
 
-``from_pretrained`` renames, splits, stacks and permutes what it reads. A :class:`Sketch` looks to that code like the
-tensor in the file: each operation gives another sketch that knows its bytes. A view stays a description of byte
-ranges; any other result is computed from the real tensors whenever it is read.
+``from_pretrained`` renames, splits, stacks and permutes tensors. In that code a :class:`Sketch` stands for a tensor of
+a file. Each operation returns another sketch. A view is again a description of byte ranges; any other result is
+computed from real tensors at each read.
 """
 
 from __future__ import annotations
@@ -51,58 +51,56 @@ _CHUNK = 1 << 24  # bytes that are compared at a time
 
 
 def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = "") -> dict[str, LazyTensor]:
-    """Open files: name -> lazy tensor, of which only the header is read. A later file takes precedence.
+    """Open files as name -> lazy tensor, reading only headers. A later file takes precedence.
 
     Raises:
-        CheckpointError: A file is missing, truncated, no checkpoint, or outside of a local ``folder``.
+        CheckpointError: A file is missing, truncated, not a checkpoint, or outside of a local ``folder``.
     """
     tensors: dict[str, LazyTensor] = {}
     for path in map(Path, files):
-        # Names are compared as they are written: a cache may well link its files to another place.
+        # Links are not resolved, because a cache may link its files to another folder.
         around = os.path.abspath(folder) if folder and os.path.isdir(folder) else "/"
         if not Path(os.path.abspath(path)).is_relative_to(around):
             raise CheckpointError(
-                f"the index in {folder} names {os.path.relpath(path, folder)}, which is outside of the folder"
+                f"the index in {folder} names {os.path.relpath(path, folder)}, which must be inside the folder"
             )
         if not path.is_file():
-            raise CheckpointError(
-                f"{path} is missing: the checkpoint has {len(files)} weight files, this is one of them"
-            )
+            raise CheckpointError(f"{path} is missing: it is one of the {len(files)} weight files of the checkpoint")
         if path.suffix == ".safetensors":
             reader = SafetensorsReader(path)
             tensors |= {name: reader.lazy(name) for name in reader.entries}
         elif zipfile.is_zipfile(path):
             size, data = path.stat().st_size, RangeFile(path)
             tensors |= {n: _of_storage(n, tensor, data, size) for n, tensor in _unpickled(path, "meta").items()}
-        else:  # torch before 1.6, or no checkpoint at all: has to be read at once
+        else:  # a file of torch before 1.6, which must be read at once, or not a checkpoint
             tensors |= {name: InMemory(tensor) for name, tensor in _unpickled(path, "cpu").items()}
     return tensors
 
 
 def damage(folder: Path) -> str:
-    """Return which small file in ``folder`` is damaged, and why; "" if none is."""
+    """Return a text that names the damaged small file in ``folder`` and the reason, or ``""``."""
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.index.json")]):
         try:
             data = json.loads(small_file(path))
         except (OSError, ValueError, RecursionError) as error:
             return f"{path} cannot be read: {error}"
         if not isinstance(data, dict):
-            return f"{path} holds a {type(data).__name__}, not an object"
+            return f"{path} must hold a JSON object, got {type(data).__name__}"
         files = {} if path.name == "config.json" else data.get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            return f"{path} has no weight_map from names of tensors to names of files"
+            return f"{path} must have a weight_map from names of tensors to names of files"
     return ""
 
 
 def _unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """Read a pickle of tensors with ``weights_only``: it can name tensors, not code."""
+    """Read a pickle of tensors with ``weights_only``, which loads no code."""
     try:
         found = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # a pickle that was cut off or tampered with can raise anything
         reason = first_line(error)
-        raise CheckpointError(f"{path} is no whole checkpoint of tensors: {reason}") from error
+        raise CheckpointError(f"{path} is not a complete checkpoint of tensors: {reason}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state dict")
+        raise CheckpointError(f"{path} must hold a state dict, got {type(found).__name__}")
     return {str(name): tensor.detach() for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
@@ -110,24 +108,25 @@ def _of_storage(name: str, tensor: torch.Tensor, file: RangeFile, size: int) -> 
     storage = tensor.untyped_storage()
     begin: int | None = getattr(storage, "_checkpoint_offset", None)
     if begin is None:
-        raise CheckpointError(f"{file.path} does not say where {name} lies")
+        raise CheckpointError(f"{file.path} lacks the offset of {name}")
     steps = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda dim: -steps[dim])  # dims from the slowest to the fastest
     stored = tensor.permute(order)
     start = begin + int(tensor.storage_offset()) * tensor.element_size()
     if not stored.is_contiguous():
         raise CheckpointError(
-            f"{file.path} holds {name} with gaps: shape {list(tensor.shape)}, strides {list(tensor.stride())}\n"
+            f"{name} in {file.path} must be contiguous; got shape {list(tensor.shape)}, strides "
+            f"{list(tensor.stride())}\n"
             "  Load the model with transformers' from_pretrained and pass it to autopar.initialize."
         )
     if start + nbytes(tensor.dtype, tuple(tensor.shape)) > size:
-        raise CheckpointError(f"{file.path} is truncated: it has {size} bytes and ends before {name}")
+        raise CheckpointError(f"{file.path} is truncated: its {size} bytes end before {name}")
     lazy: LazyTensor = Stored(file, start, tensor.dtype, stored.shape)
     return lazy if order == sorted(order) else permuted(lazy, [order.index(dim) for dim in range(tensor.ndim)])
 
 
 def same_values(one: LazyTensor, other: LazyTensor) -> bool:
-    """Return whether two tensors hold the same values; the same bytes of one file are not read."""
+    """Return whether two tensors hold the same values. The same bytes of one file are equal without reading."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     stored = isinstance(one, Stored) and isinstance(other, Stored)
@@ -136,13 +135,13 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
     return all(torch.equal(one.read(box), other.read(box)) for box in one.slabs(_CHUNK))
 
 
-# -- lazy tensors that transformers' own conversions can work on -------------------------------------------------------
+# -- lazy tensors for transformers' conversions ------------------------------------------------------------------------
 
 
 class Computed(LazyTensor):
-    """Output ``which`` of an operation, of the form of the meta tensor ``like``, which is run again at each read.
+    """Output number ``which`` of an operation that runs at each read; ``like`` is a meta tensor of its form.
 
-    It runs on the box alone if all operations up to it are pointwise; else on full inputs.
+    It runs on the box alone if all operations up to it are pointwise, otherwise on full inputs.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, which: int, like: torch.Tensor) -> None:
@@ -159,12 +158,12 @@ class Computed(LazyTensor):
             InMemory(self._run()[self._which]).read_into(out, box)
 
     def _run(self, box: Box | None = None) -> list[Any]:
-        """Return the results, those of a pointwise operation for a box of them."""
+        """Run the operation and return all outputs; ``box``: the box of a pointwise operation's output."""
 
         def real(value: Any) -> Any:
             if box is None or not isinstance(value, torch.Tensor):
                 return _real(value)
-            ranges = box[len(box) - value.ndim :]  # a dim of one element stands for any number of them
+            ranges = box[len(box) - value.ndim :]  # a dim of one element is broadcast
             mine = tuple((0, 1) if n == 1 else one for n, one in zip(value.shape, ranges, strict=True))
             return (value.lazy if isinstance(value, Sketch) else InMemory(value)).read(mine)
 
@@ -188,7 +187,7 @@ def _on_meta(value: Any) -> Any:
 
 
 class Sketch(torch.Tensor):
-    """A lazy tensor as code that works on tensors sees it: on the CPU, contiguous, without data."""
+    """A tensor without data, contiguous on the CPU, that stands for a lazy tensor in code that works on tensors."""
 
     lazy: LazyTensor
 
@@ -213,10 +212,10 @@ class Sketch(torch.Tensor):
             return [Sketch(lazy) for lazy in moved] if isinstance(moved, list) else Sketch(moved)
         if any(isinstance(leaf, Sketch) for leaf in written_in_place(func, args, kwargs)):
             raise CheckpointError(
-                f"a conversion writes into a tensor of the checkpoint ({func}), which lazy loading cannot follow: "
-                "load the model with transformers' from_pretrained and pass it to autopar.initialize"
+                f"lazy loading does not support a conversion that writes into a tensor of the checkpoint ({func})\n"
+                "  Load the model with transformers' from_pretrained and pass it to autopar.initialize."
             )
-        # What cannot be described is computed: a number (``item``), a write into a real tensor, another device.
+        # These need real tensors: a number (``item``), a write into a real tensor, another device.
         schema, device = schema_of(func), kwargs.get("device")
         tensors = schema.returns and all(str(one.type) in ("Tensor", "List[Tensor]") for one in schema.returns)
         if not tensors or schema.is_mutable or (device is not None and torch.device(device).type != "cpu"):
@@ -233,7 +232,7 @@ class Sketch(torch.Tensor):
 
 
 def _moved(func: Any, args: Any, kwargs: Any) -> LazyTensor | list[LazyTensor] | None:
-    """Return the result of an operation that only moves elements about or converts them; None for any other."""
+    """Return the result of an operation that only moves or converts elements; None for other operations."""
     if func in (_ATEN.cat.default, _ATEN.stack.default):
         return _side_by_side(func is _ATEN.stack.default, *args, **kwargs)
     if not args or not isinstance(args[0], Sketch):
@@ -255,7 +254,7 @@ def _moved(func: Any, args: Any, kwargs: Any) -> LazyTensor | list[LazyTensor] |
 
 
 def _view(lazy: LazyTensor, like: torch.Tensor) -> LazyTensor | None:
-    """Return the view of ``lazy`` that ``like`` is of a contiguous tensor on the meta device."""
+    """Return the view of ``lazy`` with the shape, strides and offset of the meta tensor ``like``."""
     if like.dtype != lazy.dtype:
         return None
     found = lazy_view(lazy, like.shape, like.stride(), int(like.storage_offset()))
@@ -271,5 +270,5 @@ def _side_by_side(stacked: bool, parts: Sequence[Any], dim: int = 0) -> LazyTens
     dim = dim % dims if dims else dim
     rest = {(*p.shape[:dim], *p.shape[dim + (not stacked) :]) for p in lazies}
     if len(rest) != 1 or not dims:
-        return None  # torch says what is wrong
+        return None  # torch raises the error
     return Joined([unsqueezed(lazy, dim) for lazy in lazies] if stacked else lazies, dim)

@@ -1,8 +1,9 @@
-"""Python values as JSON and back: numbers, text, containers, arrays and tensors, and nothing that could run.
+"""Convert Python values to JSON and back: numbers, text, containers, arrays and tensors, but no code.
 
-Values that JSON does not have are objects with the key ``"$"``: ``{"$": "tuple", "items": [1, 2]}``. Tensors are left
-out of the JSON and named by their place (``extra.ema['wte.weight']``), or are base64 in it where they are small.
-Decoding checks everything first. ``torch.save`` refuses numpy arrays, and writes the full storage for a view of it.
+Values without a JSON form become objects with the key ``"$"``: ``{"$": "tuple", "items": [1, 2]}``. Tensors are stored
+outside of the JSON under the name of their place (``extra.ema['wte.weight']``), or as base64 if they are small.
+Decoding checks everything first. ``torch.save`` would not support numpy arrays, and would write the full storage of a
+view.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autopar.errors import CheckpointError, first_line
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
 Json = Any
-"""None, bool, int, finite float, str, and lists and dicts with str keys of these."""
+"""None, bool, int, finite float, str, and lists and str-keyed dicts of these."""
 
 _TAG = "$"
 _SCALARS = (type(None), bool, int, float, str)
@@ -34,50 +35,48 @@ _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozense
 
 
 def encode(value: object, where: str) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Return ``value`` as JSON, and the tensors in it, not copied, by their place; :func:`decode` returns both.
+    """Return ``value`` as JSON, and its tensors (not copied) by place. :func:`decode` reverses it.
 
-    ``where`` is the name of the value, in errors and in the names of its tensors: ``extra``. Raises CheckpointError,
-    with place and type, unless the value is None, a number, text, a list, tuple, set or frozenset, a dict, OrderedDict
-    or Counter with scalars as keys, a tensor, an array of numbers, a ``torch.dtype`` or a ``torch.Size``.
+    Supported values are None, numbers, text, list, tuple, set, frozenset, dict, OrderedDict and Counter with scalar
+    keys, tensors, arrays of numbers, ``torch.dtype`` and ``torch.Size``. Others raise CheckpointError with place and
+    type. ``where`` is the name of the value in errors and in the names of its tensors, such as ``extra``.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encode(value, where, 0, tensors), tensors
 
 
 def encode_inline(value: object, where: str) -> Json:
-    """Encode with the tensors in the JSON, as base64. For small ones."""
+    """Encode with tensors as base64 in the JSON, for small tensors."""
     return _encode(value, where, 0, None)
 
 
 def _writable(text: str) -> bool:
-    """Return whether the text has no surrogates, which do not come back from JSON as they were."""
+    """Return whether the text has no surrogates, which JSON does not preserve."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def inside(where: str, key: object) -> str:
-    """Return the place of an element: ``.key`` where that can be written, else ``['a key']`` or ``[0]``."""
+    """Return the place of an element: ``where.key`` for an identifier, otherwise ``where['a key']`` or ``where[0]``."""
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
 
 
 def _encode(value: object, where: str, depth: int, tensors: dict[str, torch.Tensor] | None) -> Json:
     """Encode; tensors go into ``tensors``, or into the JSON if that is None."""
     if depth > _DEEPEST:
-        raise CheckpointError(f"{where} lies {depth} containers deep; {_DEEPEST} are possible (does it hold itself?)")
+        raise CheckpointError(f"{where} must be at most {_DEEPEST} containers deep (does it contain itself?)")
     kind = type(value)
     if isinstance(value, float) and kind is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": str(value)}
     if isinstance(value, int) and kind is int and value.bit_length() > _LONGEST:
-        raise CheckpointError(f"{where} is an int of {value.bit_length()} bits; {_LONGEST} are possible")
+        raise CheckpointError(f"{where} must have at most {_LONGEST} bits, got an int of {value.bit_length()} bits")
     if isinstance(value, str) and kind is str and not _writable(value):
-        raise CheckpointError(f"{where} is text that UTF-8 cannot write: {value[:40]!r}")
+        raise CheckpointError(f"{where} must be valid UTF-8, got {value[:40]!r}")
     if kind in _SCALARS:
         return value
     if isinstance(value, dict) and kind in _MAPPINGS.values():
         for key in value:
             if type(key) not in _SCALARS or (isinstance(key, str) and not _writable(key)):
-                raise CheckpointError(
-                    f"{where} has the key {key!r} of type {type(key).__name__}; keys are scalars here"
-                )
+                raise CheckpointError(f"{where} has the key {key!r} of type {type(key).__name__}; keys must be scalars")
         values = {key: _encode(item, inside(where, key), depth + 1, tensors) for key, item in value.items()}
         if kind is dict and _TAG not in values and all(isinstance(key, str) for key in values):
             return values
@@ -86,7 +85,7 @@ def _encode(value: object, where: str, depth: int, tensors: dict[str, torch.Tens
     if isinstance(value, list | tuple | set | frozenset) and (kind is list or kind in _SEQUENCES.values()):
         items = [_encode(item, f"{where}[{i}]", depth + 1, tensors) for i, item in enumerate(value)]
         if isinstance(value, set | frozenset):
-            items.sort(key=repr)  # the same file for the same set
+            items.sort(key=repr)  # so that equal sets give equal files
         return items if kind is list else {_TAG: kind.__name__, "items": items}
     if isinstance(value, torch.Tensor) and kind in PLAIN:
         return _encode_tensor(value.detach(), where, tensors)
@@ -95,13 +94,13 @@ def _encode(value: object, where: str, depth: int, tensors: dict[str, torch.Tens
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and kind is np.ndarray):
         array = np.asarray(value)
         if not _NUMPY.fullmatch(array.dtype.str):
-            raise CheckpointError(f"{where} is a numpy value of dtype {array.dtype}; only numbers can be saved")
+            raise CheckpointError(f"{where} must be a numpy array of numbers, got dtype {array.dtype}")
         tag = "array" if kind is np.ndarray else "scalar"
         return {_TAG: tag, "dtype": array.dtype.str, "shape": list(array.shape), "data": _text(array.tobytes())}
     raise CheckpointError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold\n"
-        "  Numbers, text, lists, tuples, dicts, sets, tensors and arrays of numbers it can; nothing is pickled.\n"
-        "  Leave it out, or turn it into these."
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not support\n"
+        "  Leave it out, or convert it to numbers, text, lists, tuples, dicts, sets, tensors or arrays of numbers.\n"
+        "  Nothing is pickled."
     )
 
 
@@ -112,8 +111,8 @@ def _encode_tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Ten
         raise CheckpointError(f"{where}: {error}") from error
     if value.layout != torch.strided or value.device.type == "meta":
         what = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
-        raise CheckpointError(f"{where} is a tensor {what}; a checkpoint holds dense tensors with values")
-    value = value.detach().resolve_conj().resolve_neg()  # a file holds values, not how they are to be read
+        raise CheckpointError(f"{where} must be a dense tensor with values, got a tensor {what}")
+    value = value.detach().resolve_conj().resolve_neg()  # a file has no conjugate and negative bits
     if tensors is not None:
         if where in tensors:
             raise CheckpointError(f"two tensors would be called {where}")
@@ -130,12 +129,12 @@ def _text(data: bytes) -> str:
 def decode(
     data: Json, tensors: Mapping[str, torch.Tensor] | None = None, where: str = "the value", depth: int = 0
 ) -> Any:
-    """Return the value that :func:`encode` or :func:`encode_inline` was given, with the tensors of ``encode``.
+    """Reverse :func:`encode` (with its tensors) or :func:`encode_inline`.
 
-    Raises CheckpointError, and no other error, for data that they do not return.
+    Raises CheckpointError, and no other error, for data that they cannot return.
     """
     if depth > _DEEPEST:
-        _damaged(where, f"it lies more than {_DEEPEST} containers deep")
+        _damaged(where, f"it is more than {_DEEPEST} containers deep")
     if type(data) in _SCALARS:
         return data
     if isinstance(data, list):
@@ -149,7 +148,7 @@ def decode(
         return float(data["value"])
     if tag == "dtype":
         dtype = getattr(torch, name, None) if isinstance(name, str) else None
-        return dtype if isinstance(dtype, torch.dtype) else _damaged(where, f"{name!r} is no dtype")
+        return dtype if isinstance(dtype, torch.dtype) else _damaged(where, f"{name!r} is not a dtype")
     if tag == "tensor" and "name" in data:
         found = (tensors or {}).get(name) if isinstance(name, str) else None
         return _damaged(where, f"there is no tensor {name!r}") if found is None else found
@@ -160,7 +159,7 @@ def decode(
             _damaged(where, f"a {tag} needs a list of pairs")
         keys = [decode(key, tensors, where, depth + 1) for key, _ in items]
         if not all(type(key) in _SCALARS for key in keys):
-            _damaged(where, "a key is no scalar")
+            _damaged(where, "a key must be a scalar")
         pairs = zip(keys, items, strict=True)
         return _MAPPINGS[tag]({k: decode(v, tensors, inside(where, k), depth + 1) for k, (_, v) in pairs})
     if isinstance(tag, str) and tag in _SEQUENCES:
@@ -170,30 +169,30 @@ def decode(
             return _SEQUENCES[tag](decode(items, tensors, where, depth + 1))
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             _damaged(where, f"{error}")
-    return _damaged(where, f"{tag!r} is no kind of value that can be saved")
+    return _damaged(where, f"{tag!r} is not a supported kind of value")
 
 
 def _unpack(data: dict[str, Json], where: str) -> Any:
     """Decode a tensor, an array or a numpy scalar from the bytes in the JSON."""
     tag, shape, text, name = data[_TAG], data.get("shape"), data.get("data"), data.get("dtype")
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
-        _damaged(where, f"{shape!r} is no shape")
+        _damaged(where, f"{shape!r} is not a shape")
     if not isinstance(text, str) or not isinstance(name, str):
         _damaged(where, "its bytes or its dtype are missing")
     if tag == "scalar" and shape:
-        _damaged(where, f"a number has no {len(shape)} dimensions")
+        _damaged(where, f"a number must have no dimensions, got {len(shape)}")
     try:
         raw = base64.b64decode(text.encode("ascii"), validate=True)
         if tag != "tensor" and not _NUMPY.fullmatch(name):
-            raise ValueError(f"{name!r} is no dtype of numbers")
+            raise ValueError(f"{name!r} is not a dtype of numbers")
         dtype: Any = dtype_of(name) if tag == "tensor" else np.dtype(name)
         if math.prod(shape) * dtype.itemsize != len(raw):
-            raise ValueError(f"it has {len(raw)} bytes, {name} {shape} needs {math.prod(shape) * dtype.itemsize}")
+            raise ValueError(f"{name} {shape} needs {math.prod(shape) * dtype.itemsize} bytes, got {len(raw)}")
         if tag == "tensor":
             flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
             return flat.reshape(shape)
         array = np.frombuffer(raw, dtype).reshape(shape).copy()
-    except (ValueError, TypeError, RuntimeError) as error:  # also what torch and numpy say of impossible shapes
+    except (ValueError, TypeError, RuntimeError) as error:  # torch and numpy raise for impossible shapes
         _damaged(where, first_line(error))
     return array[()] if tag == "scalar" else array
 

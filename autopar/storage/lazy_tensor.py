@@ -1,17 +1,18 @@
-"""Tensors that lie in files and are read in ranges.
+"""Lazy tensors: tensors in files, read in ranges.
 
-A rank that loads a model asks for its own ``[start, stop)`` ranges along each dim, and exactly those bytes are read,
-straight into their final place when dtype and device are the file's.
+A rank that loads a model requests ``[start, stop)`` ranges along each dim. Exactly these bytes are read, directly into
+their destination if it has the dtype of the file and is on the CPU.
 
     LazyTensor
     ├── Stored       bytes of a contiguous tensor in a file
-    ├── Joined       several side by side along a dim (the shards of a checkpoint, stacked experts)
+    ├── Joined       several tensors concatenated along a dim (the shards of a checkpoint, stacked experts)
     ├── InMemory     a tensor in memory
     ├── View         slices, dims in another order, dims of size 1
     ├── Reshaped     dims split or folded
     └── Converted    another dtype
 
-A piece is what ``save_pretrained`` writes in place of a stored tensor (one of stacked experts, a fused projection).
+A piece is a tensor that ``save_pretrained`` writes in place of a stored tensor (one of stacked experts, a fused
+projection).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from autopar.plan.plan import Piece
 from autopar.storage.files import RangeFile
 
 Box = tuple[Range, ...]
-"""For each dim a range ``[start, stop)``."""
+"""A range ``[start, stop)`` for each dim."""
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
 
 
 class LazyTensor(ABC):
-    """A tensor that is read in boxes, a range along each dim; ``bases`` are the lazy tensors that it is made of."""
+    """A tensor that is read in boxes. ``bases``: the lazy tensors that it is made of."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, bases: Iterable[LazyTensor] = ()) -> None:
         self.shape = tuple(shape)
@@ -45,15 +46,15 @@ class LazyTensor(ABC):
 
     @abstractmethod
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """Write the elements of ``box`` into ``out``, which has the box's sizes; any dtype, device and strides."""
+        """Write the elements of ``box`` into ``out``, a tensor of the box's shape and any dtype, device and strides."""
 
     def files(self) -> Iterator[RangeFile]:
-        """Yield the files of its bytes, some of them several times."""
+        """Yield the files that hold its bytes, possibly repeated."""
         for base in self.bases:
             yield from base.files()
 
     def slabs(self, limit: int) -> Iterator[Box]:
-        """Yield boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
+        """Split the tensor into boxes of about ``limit`` bytes, in the order of its elements."""
         return _slabs(self.shape, self.dtype.itemsize, limit)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
@@ -66,11 +67,11 @@ class LazyTensor(ABC):
     def check_shape(self, out: torch.Tensor) -> None:
         """Raise ``ValueError`` if ``out`` does not have this tensor's shape."""
         if tuple(out.shape) != self.shape:
-            raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(self.shape)}")
+            raise ValueError(f"expected a tensor of the shard's shape {list(self.shape)}, got {list(out.shape)}")
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box of a whole tensor."""
+    """Return the box of a full tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -88,14 +89,14 @@ def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
 
 
 def parts_of(box: Box, itemsize: int) -> Iterator[tuple[tuple[slice, ...], Box]]:
-    """Yield boxes of a bounded number of bytes that make up ``box``, each with its place in a tensor of that box."""
+    """Split ``box`` into boxes of bounded size; yield the slices of each in a tensor of that box, and the box."""
     for slab in _slabs(tuple(stop - start for start, stop in box), itemsize, _BOUNCE):
         part = tuple((start + low, start + high) for (start, _), (low, high) in zip(box, slab, strict=True))
         yield tuple(slice(low, high) for low, high in slab), part
 
 
 class Stored(LazyTensor):
-    """``shape`` elements of ``dtype``, contiguous in ``file`` from byte ``offset`` on."""
+    """A contiguous tensor in ``file``, from byte ``offset`` on."""
 
     def __init__(self, file: RangeFile, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
         super().__init__(shape, dtype)
@@ -124,7 +125,7 @@ class Stored(LazyTensor):
         start, stop = box[inner] if box else (0, 1)
         length = (stop - start) * (strides[inner] if box else 1) * size
         first = self.offset + sum(low * stride for (low, _), stride in zip(box, strides, strict=True)) * size
-        places = [(0, first)]  # of the runs: in out, and in the file
+        places = [(0, first)]  # offsets of the runs in out and in the file
         for (low, high), there, here in zip(box[:inner], strides, out.stride(), strict=False):
             steps = [(i * here * size, i * there * size) for i in range(high - low)]
             places = [(at + step, offset + further) for at, offset in places for step, further in steps]
@@ -151,7 +152,7 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 class Joined(LazyTensor):
-    """``parts`` side by side along ``dim``; their other sizes and dtypes are equal."""
+    """The concatenation of ``parts`` along ``dim``; the other sizes and the dtypes must be equal."""
 
     def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
         shape = list(parts[0].shape)
@@ -179,13 +180,13 @@ class InMemory(LazyTensor):
         self.tensor = tensor.detach()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        if out.numel():  # FSDP2 leaves no rows where there are no columns
+        if out.numel():  # a shard of FSDP2 without columns has no rows either
             out.copy_(self.tensor[tuple(slice(start, stop) for start, stop in box)])
 
 
 @torch.no_grad()
 def read_shard(lazy: LazyTensor, layout: Layout | None, rank: int, out: torch.Tensor) -> None:
-    """Read the shard of ``rank`` by ``layout`` (None: all) into ``out``. Raises ``ValueError`` for its shape."""
+    """Read the shard of ``rank`` by ``layout`` (None: all) into ``out``. Raises ``ValueError`` for a wrong shape."""
     shard = lazy_shard(lazy, layout, rank)
     shard.check_shape(out)
     shard.read_into(out, whole_box(shard.shape))
@@ -199,15 +200,15 @@ def lazy_shard(lazy: LazyTensor, layout: Layout | None, rank: int) -> LazyTensor
     return Joined([narrowed(lazy, layout.dim, start, stop) for start, stop in ranges], layout.dim)
 
 
-# -- views, and pieces that are such views -----------------------------------------------------------------------------
+# -- views and pieces --------------------------------------------------------------------------------------------------
 
 
 class View(LazyTensor):
     """Ranges of the dims of ``base``, in any order, with dims of size 1 left out or added.
 
     Args:
-        dims: The dim of ``base`` that each dim is a range of; None for an added one of size 1.
-        starts: The beginning of the range in each dim of ``base``; dims that are left out have one element.
+        dims: For each dim, the dim of ``base`` of which it is a range; None for an added dim of size 1.
+        starts: For each dim of ``base``, the beginning of the range; dims that are left out have one element.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class View(LazyTensor):
         self._kept = [dim for dim in self.dims if dim is not None]
 
     def slabs(self, limit: int) -> Iterator[Box]:
-        """Yield one box if dims are in another order: a part of its rows is in every row of ``base``."""
+        """Split the tensor; with permuted dims into one box only, because each row of ``base`` has a part of it."""
         return super().slabs(limit) if self._kept == sorted(self._kept) else iter((whole_box(self.shape),))
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
@@ -244,7 +245,7 @@ def narrowed(base: LazyTensor, dim: int, start: int, stop: int) -> LazyTensor:
 
 
 def permuted(base: LazyTensor, dims: Sequence[int]) -> View:
-    """Return ``base`` with its dims in this order, as ``Tensor.permute`` has them."""
+    """Return ``base`` with permuted dims, as ``Tensor.permute``."""
     return View(base, [base.shape[dim] for dim in dims], dims, [0] * len(dims))
 
 
@@ -271,9 +272,9 @@ class Converted(LazyTensor):
 
 
 def lazy_view(full: LazyTensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> LazyTensor | None:
-    """Return a view, by shape, stride and offset in elements, of a contiguous tensor as ranges of its dims.
+    """Return a view of a contiguous tensor, by shape, stride and offset in elements, as ranges of its dims.
 
-    None if there are no such ranges: elements are skipped, or dims folded.
+    Return None if there are no such ranges, because the view skips elements or folds dims.
     """
     steps = [math.prod(full.shape[dim + 1 :]) for dim in range(len(full.shape))]
     starts = []
@@ -301,8 +302,8 @@ def reshaped(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor:
 class Reshaped(LazyTensor):
     """The elements of ``base`` in their order, in another shape.
 
-    A read covers, in each group of dims that are split or folded together, the elements from the first needed to the
-    last one: rows and columns of blocks of a weight with a scale for each block.
+    In each group of dims that are split or folded together, a read covers the elements from the first to the last one
+    that is needed: for example rows and columns of blocks of a weight with a scale per block.
     """
 
     def __init__(self, base: LazyTensor, shape: Sequence[int]) -> None:
@@ -311,11 +312,11 @@ class Reshaped(LazyTensor):
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         if out.numel() == 0:
             return
-        cover: list[Range] = []  # what is read of the base
-        spans: list[Range] = []  # for each group the elements that are needed of what is read
-        lengths: list[int] = []  # for each group the number of elements that are read
-        sizes: list[int] = []  # of the needed elements, as dims of this tensor
-        inner: list[Range] = []  # what is needed of these dims
+        cover: list[Range] = []  # per dim of the base: the range to read
+        spans: list[Range] = []  # per group: the needed range of the elements read
+        lengths: list[int] = []  # per group: the number of elements read
+        sizes: list[int] = []  # per dim of this tensor: the size of the needed elements
+        inner: list[Range] = []  # per dim of this tensor: the needed range
         for old, new in _groups(self.bases[0].shape, self.shape):
             wanted = box[len(sizes) : len(sizes) + len(new)]
             first = next((dim for dim, size in enumerate(new) if size > 1), len(new))
@@ -336,7 +337,7 @@ class Reshaped(LazyTensor):
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Yield runs of dims of two shapes that hold equally many elements, as short ones as there are."""
+    """Split the dims of two shapes into the shortest runs with equal numbers of elements."""
     i = j = 0
     while i < len(old) or j < len(new):
         here, there = i, j
@@ -347,17 +348,17 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[Sequence[i
 
 
 def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> LazyTensor:
-    """Return the piece, to be read in ranges; a view that is not a box of its tensors is read at once.
+    """Return a piece as a lazy tensor; a view that is not a box is read at once.
 
     Args:
-        of: The stored tensor that it is a view of, unless it is joined.
-        stored: A function that opens a stored tensor.
+        of: The name of the stored tensor of which the piece is a view, unless it is joined.
+        stored: A function that opens a stored tensor by name.
 
     Raises:
-        CheckpointError: The piece exceeds the tensor that it is a view of.
+        CheckpointError: The piece exceeds its tensor.
     """
     if piece.joined is None and not of:
-        return InMemory(torch.zeros(piece.shape, dtype=torch.bool))  # the least of dtypes
+        return InMemory(torch.zeros(piece.shape, dtype=torch.bool))  # promotes to any other dtype
     if piece.joined is None:
         whole = stored(of)
     else:
@@ -370,4 +371,4 @@ def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> La
     try:
         return InMemory(piece.of(whole.read()).clone())
     except RuntimeError as error:
-        raise CheckpointError(f"the manifest describes {piece.name} wrongly: {error}") from error
+        raise CheckpointError(f"the manifest has a wrong description of {piece.name}: {error}") from error

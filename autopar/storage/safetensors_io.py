@@ -1,7 +1,7 @@
 """Read and write safetensors files one tensor at a time, with a checksum of each.
 
-The official library maps full files or needs all tensors in memory, which merging a large checkpoint cannot afford.
-Files written here are byte for byte those of ``safetensors.torch.save_file``.
+The official library maps full files or needs all tensors in memory, which is too much for merging a large checkpoint.
+Files written here are bitwise equal to files of ``safetensors.torch.save_file``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.errors import CheckpointError
 from autopar.storage.files import Closing, OutputFile, RangeFile, checksum
 from autopar.storage.lazy_tensor import LazyTensor, Stored, memory
 
-# The format's names in its own order; a file holds tensors from the last of these to the first, then by name.
+# The names in the order of the format; a file holds tensors in the reverse order of these, then by name.
 _CODES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -41,7 +41,7 @@ _CODES: dict[str, torch.dtype] = {
 _CODE_OF = {dtype: code for code, dtype in _CODES.items()}
 _RANK = {code: rank for rank, code in enumerate(_CODES)}
 _MAX_HEADER = 100_000_000
-_CHUNK = 1 << 20  # bytes that are copied or verified at a time: little enough for a core's own cache
+_CHUNK = 1 << 20  # bytes that are copied or verified at a time; fits into a core's cache
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -50,10 +50,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return ``torch.float32`` for ``float32``. Raises ``ValueError`` for what a safetensors file cannot hold."""
+    """Return ``torch.float32`` for ``float32``. Raises ``ValueError`` for a dtype outside of the safetensors format."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or dtype not in _CODE_OF:
-        raise ValueError(f"{name!r} is no dtype that a safetensors file can hold")
+        raise ValueError(f"{name!r} is not a dtype of the safetensors format")
     return dtype
 
 
@@ -66,8 +66,8 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and the shape of a tensor."""
 
 
-class Entry(NamedTuple):
-    """Where one tensor lies: ``[start, stop)`` in bytes from the beginning of the file."""
+class TensorLocation(NamedTuple):
+    """The dtype, shape and byte range ``[start, stop)`` of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -76,11 +76,11 @@ class Entry(NamedTuple):
 
 
 class SafetensorsWriter(Closing):
-    """Writes one file, which no call forces to the disk; a context manager. Tensors come in the order of :attr:`order`.
+    """A context manager that writes one file, without fsync. Write the tensors in the order of :attr:`order`.
 
     Attributes:
         order: The names in the order of the file.
-        checksums: name -> the checksum of the tensor.
+        checksums: Name -> checksum of the tensor.
         header: The checksum of everything before the first tensor.
     """
 
@@ -89,11 +89,11 @@ class SafetensorsWriter(Closing):
         self._tensors = dict(tensors)
         for name, (dtype, _) in self._tensors.items():
             if dtype not in _CODE_OF:
-                raise CheckpointError(f"{name} has dtype {dtype_name(dtype)}, which a safetensors file cannot hold")
+                raise CheckpointError(f"{name} has dtype {dtype_name(dtype)}, which safetensors does not support")
         self.order = self.sorted_names({name: dtype for name, (dtype, _) in self._tensors.items()})
         self.checksums: dict[str, str] = {}
         self._next = iter(self.order)
-        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # kept: fresh memory costs more than filling it
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # reused: allocating is slower than copying
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         offset = 0
         for name in self.order:
@@ -115,10 +115,10 @@ class SafetensorsWriter(Closing):
 
     def _is_next(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         if name != next(self._next, None) or (dtype, shape) != self._tensors[name]:
-            raise ValueError(f"{name} is not the tensor that comes next in {self.path.name}")
+            raise ValueError(f"{name} must be written in the order of {self.path.name}, with its dtype and shape")
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor; it is copied to the CPU and made contiguous. Raises ``ValueError`` out of order."""
+        """Write the next tensor, from any device. Raises ``ValueError`` for another tensor than the next one."""
         self._is_next(name, tensor.dtype, tuple(tensor.shape))
         on_cpu = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         data = memory(on_cpu)
@@ -126,7 +126,7 @@ class SafetensorsWriter(Closing):
         self.checksums[name] = checksum(data)
 
     def copy(self, name: str, lazy: LazyTensor) -> None:
-        """Copy the next tensor, without a checksum, in the due dtype. Raises ``ValueError`` out of order."""
+        """Copy the next tensor, without a checksum. Raises ``ValueError`` for another tensor than the next one."""
         dtype, _ = self._tensors.get(name, (lazy.dtype, ()))
         self._is_next(name, dtype, lazy.shape)
         for box in lazy.slabs(_CHUNK):
@@ -147,10 +147,10 @@ class SafetensorsWriter(Closing):
 
 
 class SafetensorsReader(Closing):
-    """Reads one file with plain reads; a context manager. ``header`` is the checksum of what precedes the first tensor.
+    """A context manager that reads one file. ``header``: the checksum of everything before the first tensor.
 
     Raises:
-        CheckpointError: The header is malformed or does not describe the file.
+        CheckpointError: The header is malformed or does not fit the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -160,50 +160,50 @@ class SafetensorsReader(Closing):
         try:
             self.metadata, self.entries = self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            said = f"its header lacks or does not know {error}" if isinstance(error, KeyError) else str(error)
-            raise CheckpointError(f"{path} is no whole safetensors file: {said}") from error
+            said = f"its header lacks {error}, or {error} is unknown" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(f"{path} is not a complete safetensors file: {said}") from error
 
-    def _read_header(self) -> tuple[dict[str, str], dict[str, Entry]]:
+    def _read_header(self) -> tuple[dict[str, str], dict[str, TensorLocation]]:
         if (size := self._file.size()) < 8:
-            raise ValueError(f"it has {size} bytes, its header alone should have more than 8")
+            raise ValueError(f"expected more than 8 bytes, got {size}")
         start = bytearray(8)
         self._file.read_into(memoryview(start), 0)
         length = int.from_bytes(start, "little")
         begin = 8 + length
         if length > _MAX_HEADER or begin > size:
-            raise ValueError(f"it has {size} bytes, its header alone should have {begin}")
+            raise ValueError(f"expected a header of {begin} bytes, got a file of {size} bytes")
         text = bytearray(length)
         self._file.read_into(memoryview(text), 8)
         self.header = checksum(bytes(start + text))
         header = json.loads(text)
         if not isinstance(header, dict):
-            raise ValueError("its header is no mapping")
+            raise ValueError("its header must be a JSON object")
         metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorLocation] = {}
         for name, entry in header.items():
             dtype, shape = _CODES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
             first, last = (int(offset) for offset in entry["data_offsets"])
             if min(shape, default=0) < 0 or first < 0 or last - first != nbytes(dtype, shape):
                 raise ValueError(f"the sizes of {name} in its header contradict each other")
             if begin + last > size:
-                raise ValueError(f"it ends before {name}: it has {size} bytes, {name} ends at {begin + last}")
-            entries[name] = Entry(dtype, shape, begin + first, begin + last)
+                raise ValueError(f"it ends before {name}: expected at least {begin + last} bytes, got {size}")
+            entries[name] = TensorLocation(dtype, shape, begin + first, begin + last)
         reached = begin
         for name, at in sorted(entries.items(), key=lambda item: item[1].start):
             if at.start != reached:
-                raise ValueError(f"{name} begins at byte {at.start}, what is before it ends at {reached}")
+                raise ValueError(f"{name} must begin at byte {reached}, after the tensor before it; got {at.start}")
             reached = at.stop
         if reached != size:
-            raise ValueError(f"it has {size} bytes, its tensors end at {reached}")
+            raise ValueError(f"its tensors end at byte {reached}, the file at {size}")
         return metadata, entries
 
     def lazy(self, name: str) -> Stored:
-        """Return one tensor, to be read in ranges. Nothing is verified."""
+        """Return one tensor as a lazy tensor, without verification."""
         entry = self.entries[name]
         return Stored(self._file, entry.start, entry.dtype, entry.shape)
 
     def verify(self, name: str, expected: str) -> None:
-        """Raise CheckpointError if the bytes of ``name`` do not have that checksum; needs little memory."""
+        """Raise CheckpointError unless the bytes of ``name`` have the expected checksum. Needs little memory."""
         entry, state = self.entries[name], xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(_CHUNK, entry.stop - entry.start)))
         for at in range(entry.start, entry.stop, _CHUNK):
@@ -212,7 +212,7 @@ class SafetensorsReader(Closing):
             state.update(chunk)
         if state.hexdigest() != expected:
             raise CheckpointError(
-                f"{self.path} is damaged: the bytes of {name} are not those that were saved (their checksum differs)"
+                f"{self.path} is damaged: the bytes of {name} have another checksum than when they were saved"
             )
 
     def close(self) -> None:

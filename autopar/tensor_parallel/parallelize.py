@@ -68,8 +68,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis
     work.
 
     Args:
-        shards: Axis over which experts are sharded, if that is more than ``axis``; None: a dry run, which sends
-        nothing.
+        shards: The axis over which experts are sharded, if larger than ``axis``; None in a dry run.
     """
     if plan.shards == 1:
         return

@@ -19,7 +19,7 @@ from transformers import (
 
 from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.offline import reshard_checkpoint
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.shards import ShardReader
 from autopar.storage.files import RangeFile
 from tests.checkpoint.tiny import moment, with_moments
 from tests.exchange import everyones
@@ -117,7 +117,7 @@ def compare(model: Any, optimizer: Any, weights: dict[str, torch.Tensor], where:
 
 
 def compare_files(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    with Shards(folder, ("model", "optimizer")) as shards:
+    with ShardReader(folder, ("model", "optimizer")) as shards:
         for name, entry in shards.manifest.tensors.items():
             assert torch.equal(shards.lazy(name).read(), weights[name]), name
             if name in shards.manifest.parameters:

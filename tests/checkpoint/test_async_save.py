@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import autopar
 from autopar.checkpoint import Manifest, save as snapshot
-from autopar.checkpoint.shards import Shards, check_checkpoint
+from autopar.checkpoint.shards import ShardReader, check_checkpoint
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsWriter
@@ -192,7 +192,7 @@ def test_deparallelize_waits(tmp_path):
         start = time.monotonic()
         autopar.deparallelize(model)
         assert time.monotonic() - start > 0.3
-    with Shards(tmp_path / "ckpt") as shards:
+    with ShardReader(tmp_path / "ckpt") as shards:
         for name in shards.manifest.tensors:
             assert torch.equal(shards.lazy(name).read(), plain.state_dict()[name]), name
     parallel(model, 1).save_parallelized(tmp_path / "again", async_save=True)
@@ -257,7 +257,7 @@ def test_a_script_that_ends_without_waiting_leaves_a_whole_checkpoint(tmp_path, 
 def assert_whole(folder: Path, seed: int) -> None:
     assert check_checkpoint(folder)["problems"] == []
     plain = TinyModel(TinyConfig(), seed).state_dict()
-    with Shards(folder, ("model", "optimizer")) as shards:
+    with ShardReader(folder, ("model", "optimizer")) as shards:
         for name, entry in shards.manifest.tensors.items():
             assert torch.equal(shards.lazy(name).read(), plain[name]), name
             if name in shards.manifest.parameters:

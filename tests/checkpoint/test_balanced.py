@@ -14,7 +14,7 @@ import autopar
 from autopar.checkpoint import Manifest, save
 from autopar.checkpoint.format import PARTS
 from autopar.checkpoint.save import shares
-from autopar.checkpoint.shards import Shards, check_checkpoint
+from autopar.checkpoint.shards import ShardReader, check_checkpoint
 from autopar.storage.safetensors_io import dtype_of, nbytes
 from tests.checkpoint.hybrid import Mesh, Run, assert_same
 from tests.features.experts.mixtures import close, mixtral
@@ -121,7 +121,7 @@ def mixture(experts: int, config: dict[str, Any] | None, steps: int) -> tuple[An
 
 
 def full_values(folder: Path) -> dict[str, torch.Tensor]:
-    with Shards(folder, PARTS) as shards:
+    with ShardReader(folder, PARTS) as shards:
         parts = {name: shards.manifest.parts[name].tensors for name in ("model", "optimizer")}
         return {name: shards.lazy(name, part).read() for part, tensors in parts.items() for name in tensors}
 
@@ -165,7 +165,7 @@ def test_small_models_have_few_files_and_an_error_of_a_rank_is_everyones(tmp_pat
     assert list(files) == ["model-tp0-pp0.safetensors"]
     if dist.get_rank() == 2:
         run.model.transformer.h[0].ln_1.weight.data.add_(1.0)
-    with shared_out(), raises_everywhere(save.CheckpointError, "ln_1.weight differs between rank 0 and rank 2"):
+    with shared_out(), raises_everywhere(save.CheckpointError, "ln_1.weight must be identical on rank 0 and rank 2"):
         run.save(tmp_path / "ckpt")
     run.close()
 
@@ -185,7 +185,7 @@ def test_tied_weights_own_buffers_and_empty_tensors(tmp_path):
     with shared_out():
         model.save_parallelized(tmp_path / "ckpt", optimizer=optimizer, extra={"seen": torch.empty(0)})
     assert check_checkpoint(tmp_path / "ckpt")["problems"] == []
-    with Shards(tmp_path / "ckpt") as shards:
+    with ShardReader(tmp_path / "ckpt") as shards:
         assert shards.lazy("model.norm.count").read().tolist() == [1.0] * 3  # of the first replica
     extra: dict[str, Any] = {}
     model.from_parallelized(tmp_path / "ckpt", optimizer=optimizer, extra=extra)

@@ -118,7 +118,7 @@ def test_computing_with_another_cut_is_an_error_and_no_wrong_result(tmp_path):
     state = to_dtensor_state_dict(parallel(gpt2(), 2))
     fused = state["transformer.h.0.attn.c_attn.weight"]
     for compute in (fused.full_tensor, lambda: fused + 1, lambda: fused.redistribute(placements=[Replicate()])):
-        with pytest.raises(CheckpointError, match=r"only be saved and loaded with torch\.distributed\.checkpoint"):
+        with pytest.raises(CheckpointError, match=r"only saves and loads with torch\.distributed\.checkpoint"):
             compute()
     assert fused.dtype == torch.float32
     half = to_dtensor_state_dict(parallel(gpt2().to(torch.bfloat16), 2))

@@ -104,14 +104,14 @@ def test_a_symbolic_link_goes_on_pointing_to_the_checkpoint(tmp_path):
 
 def test_what_cannot_be_replaced(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="file is a file"):
+    with pytest.raises(CheckpointError, match="file must be a folder, got a file"):
         Staging(tmp_path / "file")
     with pytest.raises(CheckpointError, match="cannot make"):
         Staging(tmp_path / "file" / "below")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("x")
     (tmp_path / "photos" / "model.safetensors").write_text("x")
-    with pytest.raises(CheckpointError, match=r"photos holds model\.safetensors but neither autopar\.json"):
+    with pytest.raises(CheckpointError, match=r"photos holds model\.safetensors without autopar\.json"):
         Staging(tmp_path / "photos")
     assert sorted(os.listdir(tmp_path / "photos")) == ["cat.jpg", "model.safetensors"]
     make(tmp_path / "ckpt")

@@ -109,15 +109,15 @@ def test_a_file_that_one_rank_does_not_see(tmp_path):
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 SMALL: list[tuple[str, str | dict[str, Any], str]] = [  # a file, its text or keys that are changed, what is said
     (CONFIG, "{", "config.json"),
-    (CONFIG, "[]", "config.json holds a list, not an object"),
+    (CONFIG, "[]", "config.json must hold a JSON object, got list"),
     (CONFIG, {"n_embd": "x"}, "n_embd"),
     (CONFIG, {"n_head": 5}, "divisible by num_heads"),
     (CONFIG, {"dtype": "bogus"}, "bogus"),
     (CONFIG, {"model_type": "nope"}, "nope"),
     (INDEX, "{", "model.safetensors.index.json cannot be read: Expecting property name"),
-    (INDEX, "{}", "has no weight_map"),
-    (INDEX, '{"metadata": {}, "weight_map": []}', "has no weight_map"),
-    (INDEX, '{"metadata": {}, "weight_map": {"a": 3}}', "has no weight_map"),
+    (INDEX, "{}", "must have a weight_map"),
+    (INDEX, '{"metadata": {}, "weight_map": []}', "must have a weight_map"),
+    (INDEX, '{"metadata": {}, "weight_map": {"a": 3}}', "must have a weight_map"),
 ]
 
 

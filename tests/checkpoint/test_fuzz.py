@@ -162,5 +162,5 @@ def test_extra_that_is_not_a_dict_is_refused_before_weights_are_loaded(tmp_path:
     folder = tmp_path / "ckpt"
     save_alone(folder, 2, pp=2, optimizer=True, **training(0))
     rewrite_manifest(folder, lambda data: {**data, "training": {**data["training"], "extra": [1]}})
-    with pytest.raises(CheckpointError, match="is damaged: extra must be a dict, and is a list"):
+    with pytest.raises(CheckpointError, match="is damaged: extra must be a dict, got list"):
         load(alone, folder)

@@ -76,7 +76,7 @@ def test_a_rank_that_leaves_early_hangs_nobody() -> None:
     for number, _ in enumerate(autopar.hf_weights(model, bucket_size=1)):  # all leave at the same one
         if number == 2:
             break
-    message = f"rank 1 left the loop early, and its shards with it: this rank has 3 of {total} tensors"
+    message = f"rank 1 left the loop early; this rank has 3 of {total} tensors"
     for how in (StopIteration, ZeroDivisionError):
         seen = 0
         try:
@@ -162,7 +162,7 @@ def test_one_upload_of_the_whole_model(tmp_path: Path) -> None:
             model.push_to_hub("mine", privat=True)
         with raises_everywhere(CheckpointError, "repo_id=3 must be a name such as 'user/model'"):
             model.push_to_hub(3)
-        with pytest.raises(ConfigError, match="holds only its part of GPT2Model"):
+        with pytest.raises(ConfigError, match="holds only its shards of GPT2Model"):
             model.transformer.push_to_hub("mine")
         assert not list(tmp_path.glob("autopar-hub-*")), "the temporary folders are gone"
     finally:

@@ -294,7 +294,7 @@ def test_a_model_that_is_stepped_in_half_precision_and_fp32_weights_into_each_ot
         due = run.whole()
         run.close()
         other = Run("gpt2", Mesh(2, 1), target[0], dtype=target[1], other=True)
-        with pytest.raises(UserWarning, match="weights go on from bf") if target[0] == "fp32" else nullcontext():
+        with pytest.raises(UserWarning, match="continue in bf") if target[0] == "fp32" else nullcontext():
             other.load(tmp_path / source[0])
         whole = other.whole()
         dtype = torch.bfloat16 if target[0] == "fp32" else torch.float32
@@ -349,7 +349,7 @@ def test_resumed_without_its_precision_a_run_goes_on_from_the_fp32_weights(tmp_p
     model, optimizer = autopar.from_pretrained(
         GPT2LMHeadModel, tmp_path / "ckpt", config, optimizer=adamw_of, dtype=torch.float16
     )
-    with pytest.warns(UserWarning, match="28 weights go on from float16, transformer.wte.weight first: the run that"):
+    with pytest.warns(UserWarning, match="28 weights .first transformer.wte.weight. continue in float16"):
         model.from_parallelized(tmp_path / "ckpt", optimizer=optimizer)
     config["precision"] = {"dtype": "fp16"}  # as documented
     model, optimizer = autopar.from_pretrained(GPT2LMHeadModel, tmp_path / "ckpt", config, optimizer=adamw_of)

@@ -100,7 +100,7 @@ def test_inside_a_fork():
 
 def test_numpy_with_another_generator_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(np.random, "get_state", lambda legacy: np.random.PCG64(0).state)
-    with pytest.raises(CheckpointError, match="numpy's default generator is PCG64; only MT19937"):
+    with pytest.raises(CheckpointError, match="numpy's default generator must be MT19937, got PCG64"):
         take()
 
 

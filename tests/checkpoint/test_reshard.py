@@ -7,7 +7,7 @@ import torch
 
 from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.offline import check_sizes, reshard_checkpoint
-from autopar.checkpoint.shards import Shards, check_checkpoint
+from autopar.checkpoint.shards import ShardReader, check_checkpoint
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import moment, same, save_alone, saved_state
@@ -17,7 +17,7 @@ EXTRA = {"epoch": 3, "ema": [torch.arange(5.0), (torch.tensor(2), "x")]}
 
 
 def contents(folder) -> dict[str, torch.Tensor]:
-    with Shards(folder, ("model", "optimizer", "extra")) as shards:
+    with ShardReader(folder, ("model", "optimizer", "extra")) as shards:
         return {
             f"{part}/{name}": shards.lazy(name, part).read()
             for part, entry in shards.manifest.parts.items()
@@ -88,11 +88,11 @@ def test_what_is_refused_writes_nothing(tmp_path):
             reshard_checkpoint(tmp_path / "old", tmp_path / "new", **sizes)
     check_sizes(64, 64)
     for target in (tmp_path / "old", tmp_path):
-        with pytest.raises(CheckpointError, match="would replace what it is read from"):
+        with pytest.raises(CheckpointError, match="would replace its source"):
             reshard_checkpoint(tmp_path / "old", target, tp=3, force=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "cat.jpg").write_text("x")
-    with pytest.raises(CheckpointError, match="full is not empty; pass force=True"):
+    with pytest.raises(CheckpointError, match="full is not empty\n  Pass force=True"):
         reshard_checkpoint(tmp_path / "old", tmp_path / "full", tp=3)
     assert sorted(os.listdir(tmp_path)) == ["full", "old"]
     data = bytearray((tmp_path / "old" / "model-tp1-pp0.safetensors").read_bytes())

@@ -8,7 +8,7 @@ import pytest
 
 from autopar import latest
 from autopar.checkpoint import rotation
-from autopar.checkpoint.format import FileRecord, Manifest, Part
+from autopar.checkpoint.format import FileRecord, Manifest, PartFiles
 from autopar.checkpoint.rotation import check_keep_last, is_checkpoint, next_order, rotate, series
 from autopar.checkpoint.staging import Staging
 from autopar.distributed.axis import MeshSizes
@@ -23,7 +23,7 @@ def sharded(folder: Path, order: int = 0) -> Path:
     for name in OURS[1:]:
         (folder / name).write_text(name)
     record = FileRecord(0, 0, 0, len(OURS[2]), "0" * 16, {"weight": "0" * 16})
-    part = Part("model", {"weight": TensorPlan("weight", (1,), "float32", saved_as="weight")}, {OURS[2]: record})
+    part = PartFiles("model", {"weight": TensorPlan("weight", (1,), "float32", saved_as="weight")}, {OURS[2]: record})
     Manifest("0" * 16, MeshSizes(1, 1, 1), "gpt2", "gpt2.yaml", "", {"model": part}, frozenset(["weight"]), 1,
              {"config.json": "0" * 16}, order=order).write(folder)  # fmt: skip
     return folder
@@ -52,15 +52,15 @@ def test_a_name_is_a_stem_and_a_number():
     assert series("step-1-5") == ("step-1-", 5)
     for name in ("last", "step-100.bak", "step-1/best", "step-²"):
         assert series(name) is None
-        with pytest.raises(CheckpointError, match=r"does not end in a number(.|\n)*step-100, checkpoint-7 or epoch3"):
+        with pytest.raises(CheckpointError, match=r"needs a folder name(.|\n)*step-100, checkpoint-7 or epoch3"):
             check_keep_last(name, 1)
 
 
 def test_arguments_are_checked_before_anything_is_written(tmp_path):
     for wrong in (0, -1, True, False, 1.0, "3", None):
-        with pytest.raises(CheckpointError, match=r"keep_last=.* must be a whole number of at least 1"):
+        with pytest.raises(CheckpointError, match=r"keep_last=.* must be a positive integer"):
             check_keep_last(tmp_path / "step-1", wrong)
-    with pytest.raises(CheckpointError, match="'last' does not end in a number"):
+    with pytest.raises(CheckpointError, match="ends in a number; got 'last'"):
         check_keep_last(tmp_path / "last", 2)
     check_keep_last(tmp_path / "step-1", 1)
     os.symlink("step-7", tmp_path / "latest")
@@ -137,8 +137,8 @@ def test_files_of_others_stay(tmp_path):
     (old / "model-tp0-pp0.safetensors").unlink()
     (old / "model-tp0-pp0.safetensors").mkdir()
     message = (
-        f"{old} is no checkpoint any more, but the folder stays: data, model-tp0-pp0.safetensors, "
-        "model-tp7-pp0.safetensors, notes.md, tokenizer.json in it were not written by the save"
+        f"the checkpoint {old} was deleted, but the folder stays: the save did not write data, "
+        "model-tp0-pp0.safetensors, model-tp7-pp0.safetensors, notes.md, tokenizer.json"
     )
     with pytest.warns(UserWarning) as caught:
         assert rotate(last, 1) == [tmp_path / "run" / "step-1", old]
@@ -153,13 +153,13 @@ def test_what_cannot_be_read_is_left_alone(tmp_path):
     old, older = saved(tmp_path / "step-2"), saved(tmp_path / "step-1")
     (old / "autopar.json").write_bytes((old / "autopar.json").read_bytes().replace(b"gpt2", b"gpt3"))
     target = saved(tmp_path / "step-3")
-    with pytest.warns(UserWarning, match="step-2 could not be deleted: .*was changed after it was written"):
+    with pytest.warns(UserWarning, match="step-2 could not be deleted: .*was changed after the save"):
         assert rotate(target, 1) == [older]
     assert sorted(os.listdir(old)) == OURS
 
 
 @pytest.mark.parametrize("others", [[], ["notes.md"]])
-@pytest.mark.filterwarnings("ignore:.*is no checkpoint any more")
+@pytest.mark.filterwarnings("ignore:the checkpoint .* was deleted, but")
 def test_killed_at_any_moment_nothing_half_looks_whole(tmp_path, monkeypatch, others):
     """Every system call of the deletion is once the last one; then the next rotation goes on, in another order too."""
 
@@ -204,7 +204,7 @@ def test_killed_at_any_moment_nothing_half_looks_whole(tmp_path, monkeypatch, ot
 def test_a_half_deleted_checkpoint_can_be_saved_again(tmp_path):
     old = saved(tmp_path / "step-1")
     os.rename(old / "autopar.json", old / ".autopar.json.removed")
-    with pytest.raises(CheckpointError, match=r"was being deleted when its process ended: it has no autopar.json any"):
+    with pytest.raises(CheckpointError, match=r"has no autopar.json: a process ended while it deleted"):
         Manifest.read(old)
     (old / "config.json").unlink()
     (old / "notes.md").write_text("mine")
@@ -286,6 +286,6 @@ def test_several_series_are_told_apart_by_the_user(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         latest(tmp_path)
     assert str(caught.value) == (
-        f'{tmp_path} holds checkpoints of 2 series: best-*, step-*\n  Say which: autopar.latest("{tmp_path}/best-")'
+        f'{tmp_path} holds checkpoints of 2 series: best-*, step-*\n  Choose one: autopar.latest("{tmp_path}/best-")'
     )
     assert latest(tmp_path / "best-") == tmp_path / "best-2"

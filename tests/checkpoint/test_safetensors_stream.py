@@ -83,11 +83,11 @@ def test_copies_and_conversions_are_what_writing_gives(tmp_path, monkeypatch, ch
 
 def test_the_writer_insists_on_order_shape_and_completeness(tmp_path):
     specs = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
-    with pytest.raises(ValueError, match="b is not the tensor"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
+    with pytest.raises(ValueError, match="b must be written"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
         writer.write("b", torch.zeros(2))
-    with pytest.raises(ValueError, match="a is not the tensor"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
+    with pytest.raises(ValueError, match="a must be written"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
         writer.write("a", torch.zeros(3))
-    with pytest.raises(ValueError, match="b is not the tensor"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
+    with pytest.raises(ValueError, match="b must be written"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
         writer.copy("b", InMemory(torch.zeros(2)))
     with pytest.raises(ValueError, match="lacks 1 tensors"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
         writer.write("a", torch.zeros(2))
@@ -118,7 +118,7 @@ def header(entry: object) -> bytes:
 )
 def test_malformed_files_are_named(tmp_path, content):
     (tmp_path / "bad.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"bad\.safetensors is no whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"bad\.safetensors is not a complete safetensors file"):
         SafetensorsReader(tmp_path / "bad.safetensors")
 
 

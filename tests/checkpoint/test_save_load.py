@@ -33,7 +33,7 @@ def test_without_torchrun(tmp_path):
         model.save_parallelized(tmp_path / "ckpt")
     assert same(local(tiny(MPU(), 1).from_parallelized(tmp_path / "ckpt")), local(model))
     dist.destroy_process_group()
-    with pytest.raises(CheckpointError, match="process group, which has been destroyed"):
+    with pytest.raises(CheckpointError, match="process group, but it was destroyed"):
         model.save_parallelized(tmp_path / "ckpt")
 
 
@@ -119,7 +119,7 @@ def test_another_scheduler_changes_nothing(tmp_path):
     before = local(model)
     other = CosineAnnealingLR(optimizer, 5)
     for scheduler in (other, SequentialLR(optimizer, [other, other], [3])):
-        with pytest.raises(CheckpointError, match="holds the state of a LambdaLR, lr_scheduler= is a"):
+        with pytest.raises(CheckpointError, match="lr_scheduler must be a LambdaLR"):
             model.from_parallelized(tmp_path / "ckpt", lr_scheduler=scheduler)
         assert same(local(model), before)
 

@@ -48,22 +48,22 @@ def _wrong_saves(folder: Path, mpu: MPU, model: Any) -> list[tuple[dict[str, obj
     """Arguments, some as a script for OSLO or transformers gives them, some on one rank only; and what is said."""
     x = str(folder / "x")
     return [
-        ({"save_directory": x, "directory": x}, f"save_parallelized got directory='{x}' and save_directory='{x}', which"
-                                                " are the same argument: pass one"),
+        ({"save_directory": x, "directory": x}, f"save_parallelized got directory='{x}' and save_directory='{x}':"
+                                                " pass only one"),
         ({}, "directory=None must be a path"),
-        ({"save_directory": x, "save_function": torch.save}, "does not take save_function=<function>; it always works"),
-        ({"save_directory": x, "state_dict": model.state_dict()}, "does not take state_dict=<PartialStateDict>"),
-        ({"directory": x, "push_to_hub": True}, "not take push_to_hub=True; it always works as with push_to_hub=False"),
-        ({"directory": x, "safe_serialization": False}, "does not take safe_serialization=False"),
+        ({"save_directory": x, "save_function": torch.save}, "does not support save_function=<function>, only save"),
+        ({"save_directory": x, "state_dict": model.state_dict()}, "does not support state_dict=<PartialStateDict>"),
+        ({"directory": x, "push_to_hub": True}, "not support push_to_hub=True, only push_to_hub=False"),
+        ({"directory": x, "safe_serialization": False}, "does not support safe_serialization=False"),
         ({"directory": x, "scheduler": 3}, "has no argument 'scheduler'. Did you mean 'lr_scheduler'?"),
         ({"directory": x, "max_shard_sise": 3}, "has no argument 'max_shard_sise'. Did you mean 'max_shard_size'?"),
         ({"directory": x, **({"optimiser": 3} if mpu.rank == 1 else {})}, "'optimiser'. Did you mean 'optimizer'?"),
-        ({"directory": x, "tokenizer": 3}, "tokenizer= must have save_pretrained, which a int has not"),
+        ({"directory": x, "tokenizer": 3}, "tokenizer must have a save_pretrained method; got int"),
         ({"directory": 3}, "directory=3 must be a path"),
         ({"directory": ""}, "directory='' must be a path"),
         ({"directory": x, "merge_checkpoints": "yes"}, "merge_checkpoints='yes'"),
         ({"directory": x, "merge_checkpoints": True, "max_shard_size": "5 bananas"},
-         "max_shard_size='5 bananas' is no size"),
+         "max_shard_size must be a number of bytes, or a text such as '5GB'; got '5 bananas'"),
         ({"directory": x, "merge_checkpoints": True, "format": "gguf"},
          "format='gguf' must be one of 'safetensors', 'bin'"),
         ({"directory": x, "format": "bin"}, "needs merge_checkpoints=True"),
@@ -72,13 +72,13 @@ def _wrong_saves(folder: Path, mpu: MPU, model: Any) -> list[tuple[dict[str, obj
         ({"directory": x, "timeout": 0}, "timeout=0 must be"),
         ({"directory": x, "timeout": True}, "timeout=True must be"),
         ({"directory": x, "timeout": "1"}, "timeout='1' must be"),
-        ({"directory": folder / "file"}, "is a file"),
+        ({"directory": folder / "file"}, "must be a folder, got a file"),
         ({"directory": folder / "file" / "x"}, "cannot make"),
-        ({"directory": folder / "photos"}, "holds model.safetensors but neither autopar.json nor config.json"),
-        ({"directory": folder / "x-1", "keep_last": 1, "merge_checkpoints": True}, "needs merge_checkpoints=False"),
-        ({"directory": folder / f"own{mpu.rank}"}, "ranks were called differently: directory"),
+        ({"directory": folder / "photos"}, "holds model.safetensors without autopar.json or config.json"),
+        ({"directory": folder / "x-1", "keep_last": 1, "merge_checkpoints": True}, "not supported with merge_"),
+        ({"directory": folder / f"own{mpu.rank}"}, "ranks made different calls: directory"),
         ({"directory": x, "merge_checkpoints": mpu.rank == 0},
-         "ranks were called differently: merge_checkpoints is True on rank 0 and False"),
+         "ranks made different calls: merge_checkpoints is True on rank 0 and False"),
         ({"directory": x, "merge_checkpoints": 1 if mpu.rank else True}, "merge_checkpoints=1"),
     ]  # fmt: skip
 
@@ -120,13 +120,13 @@ def test_wrong_arguments(tmp_path):
         ):
             refuse(arguments, message, model.from_parallelized, **arguments)
         call = model.from_parallelized if mpu.rank else model.save_parallelized
-        refuse("another call", "ranks were called differently: function is 'save_parallelized' on rank 0", call, x)
+        refuse("another call", "ranks made different calls: function is 'save_parallelized' on rank 0", call, x)
 
 
 CHANGES: list[tuple[str, Callable[[Any], object]]] = [  # what is said, and what was done to the model on rank 1
     ("new: gait; gone: step", lambda m: (m.register_buffer("gait", torch.ones(1)), delattr(m, "step"))),
-    ("gate has shape [9, 3] on tensor-parallel rank 1", lambda m: setattr(m, "gate", nn.Parameter(torch.ones(9, 3)))),
-    ("one tied tensor", lambda m: setattr(m.head, "weight", nn.Parameter(m.embed.weight.detach().clone()))),
+    ("on tensor-parallel rank 1, got [9, 3]", lambda m: setattr(m, "gate", nn.Parameter(torch.ones(9, 3)))),
+    ("must be tied", lambda m: setattr(m.head, "weight", nn.Parameter(m.embed.weight.detach().clone()))),
     ("meta device", lambda m: m.to("meta")),
     ("norm.weight is bfloat16 on one rank and float32 on rank 1", lambda m: m.norm.float()),
 ]
@@ -174,8 +174,8 @@ ROWS: list[tuple[str, Callable[[pytest.MonkeyPatch, Any], None], dict[str, bool]
     ("a full disk", _full_disk, {"merge_checkpoints": False}, FULL),
     ("a full disk while merging", _full_disk, {"merge_checkpoints": True}, FULL),
     ("a config that cannot be saved", _config, {}, ("TypeError",)),
-    ("a folder that is not shared", _not_shared, {}, ("rank 1 does not see rank 0's files",)),
-    ("a folder that was removed", _removed, {}, ("was removed by another program",)),
+    ("a folder that is not shared", _not_shared, {}, ("rank 1 does not see the folder",)),
+    ("a folder that was removed", _removed, {}, ("does not see the folder",)),
 ]
 
 
@@ -216,7 +216,9 @@ def die_while_saving(folder: str, victim: int, merge: bool) -> None:
 
         SafetensorsWriter.write = die
     start = time.monotonic()
-    with pytest.raises(CheckpointError, match=f"^rank {victim} of 4 died.*\n.*{Path(folder).name}.*(untouched|whole)"):
+    with pytest.raises(
+        CheckpointError, match=f"^rank {victim} of 4 failed.*\n.*{Path(folder).name}.*(unchanged|complete)"
+    ):
         tiny(mpu, seed=1).save_parallelized(folder, merge_checkpoints=merge)
     assert time.monotonic() - start < 10
 
@@ -247,12 +249,12 @@ SHARD = "model-tp1-pp0.safetensors"
 
 
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [  # name of the folder, what is done to it, what is said
-    ("truncated", lambda f: os.truncate(f / SHARD, 700), f"{SHARD} is truncated or overwritten: it has 700 bytes"),
+    ("truncated", lambda f: os.truncate(f / SHARD, 700), f"{SHARD} is truncated or overwritten: expected"),
     ("missing", lambda f: os.remove(f / SHARD), f"missing is incomplete: 1 of 2 shards found, {SHARD} is missing"),
     ("swapped", break_swapped, f"model-tp0-pp0.safetensors was saved as {SHARD}"),
     ("mixed", lambda f: break_mixed(f, pp=1), f"{SHARD} belongs to another save"),
     ("flipped", lambda f: flip(f / SHARD), f"{SHARD} is damaged"),
-    ("garbage", lambda f: (f / "autopar.json").write_text("{"), "autopar.json is no manifest"),
+    ("garbage", lambda f: (f / "autopar.json").write_text("{"), "autopar.json is not a manifest"),
     ("chkpt", shutil.rmtree, "does not exist. Did you mean 'ckpt'?"),
 ]
 

@@ -114,7 +114,7 @@ def test_what_saves_a_whole_model_raises(tmp_path: Path, how: str) -> None:
         "accelerate": lambda: called_by("accelerate.accelerator", "get_state_dict")(model),
     }
     for name, call in calls.items():
-        with pytest.raises(autopar.ConfigError, match=rf"holds only its part(?s:.*){INSTEAD}"):
+        with pytest.raises(autopar.ConfigError, match=rf"holds only its shards(?s:.*){INSTEAD}"):
             call()
             pytest.fail(f"{name} did not raise")
     assert not any((tmp_path / "x").glob("*.safetensors"))
@@ -134,7 +134,7 @@ def test_savers_that_read_the_dict_warn(tmp_path: Path) -> None:
         save_file(parallel(llama()).state_dict(), mine(tmp_path))
     with (
         warnings.catch_warnings(),
-        pytest.warns(autopar.ShardWarning, match=r"to_dtensor_state_dict\(model\) makes a dict"),
+        pytest.warns(autopar.ShardWarning, match=r"use autopar\.checkpoint\.to_dtensor_state_dict\(model\)"),
     ):
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         dcp.save({"model": parallel(llama()).state_dict()}, checkpoint_id=tmp_path / "dcp")
@@ -197,10 +197,10 @@ def test_state_dicts_that_do_not_fit_are_refused_before_anything_is_changed() ->
     table, rows = "model.embed_tokens.weight", len(part["model.embed_tokens.weight"])
     mixed = {**whole, table: part[table]}
     other = {**whole, table: torch.zeros(40, 24)}
-    shapes = rf"{table}: \[40, 24\] given, \[131, 24\] whole, \[{rows}, 24\] here"
+    shapes = rf"{table}: got \[40, 24\], expected \[131, 24\] .full. or \[{rows}, 24\] .this rank."
     for given, text in (
-        (mixed, rf"are whole, others this rank's shards(?s:.*){table}: \[{rows}, 24\] given, \[131, 24\] whole"),
-        (other, rf"1 tensors have neither the whole nor this rank's shape(?s:.*){shapes}"),
+        (mixed, rf"are full, but the rest are shards(?s:.*){table}: got \[{rows}, 24\], expected \[131, 24\]"),
+        (other, rf"1 tensors have neither the full nor this rank's shape(?s:.*){shapes}"),
     ):
         with pytest.raises(autopar.CheckpointError, match=text):
             model.load_state_dict(given)
@@ -209,7 +209,7 @@ def test_state_dicts_that_do_not_fit_are_refused_before_anything_is_changed() ->
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     staged = parallel(llama(), "pp")
     far = f"model.layers.{1 - dist.get_rank()}.self_attn.q_proj.weight"
-    with pytest.raises(autopar.CheckpointError, match=rf"holds nothing of this rank(?s:.*){far}"):
+    with pytest.raises(autopar.CheckpointError, match=rf"has no tensor of this rank(?s:.*){far}"):
         staged.load_state_dict({far: whole[far]}, strict=False)
 
 

@@ -39,7 +39,7 @@ def test_layer_drop_is_refused() -> None:
         assert all(torch.equal(now, before[name]) for name, now in model.state_dict().items())
     encoder_only = BartForConditionalGeneration(copy.deepcopy(bart().config))
     encoder_only.model.encoder.layerdrop = 0.25
-    with raises_everywhere(ConfigError, "BartEncoder.layerdrop=0.25, which leaves out blocks at random"):
+    with raises_everywhere(ConfigError, "BartEncoder.layerdrop=0.25, which skips blocks at random"):
         autopar.initialize(encoder_only, {"zero": {"stage": 3}})
     one_replica = autopar.initialize(opt(layerdrop=0.5), {"tp": 2, "zero": {"stage": 3}})
     one_replica.mpu.destroy()

@@ -52,7 +52,7 @@ def test_a_norm_that_is_not_finite_raises_on_every_rank():
 
 
 def test_a_plain_model_is_refused():
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel is not parallelized: use torch.nn.utils.clip_grad_norm_"):
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel is not parallelized\n  Use torch.nn.utils.clip_grad_norm_"):
         autopar.clip_grad_norm_(gpt2(), 1.0)
 
 

@@ -27,26 +27,26 @@ def sgd(model):
 @pooled(world_size=1)
 def test_what_is_refused():
     for config, text in (
-        ({"zero": {"stage": 1}}, "zero.stage=1: the optimizer does that, and initialize got none"),
-        ({"precision": {"dtype": "bf16"}}, "precision.dtype=bf16: the optimizer does that"),
-        ({"gradient_clipping": 1, "zero": {"stage": 1}}, "zero.stage=1, gradient_clipping=1: the optimizer does that"),
-        ({"zero": {"stage": 3}, "precision": {"dtype": "fp16"}}, "precision.dtype=fp16: the optimizer does that"),
+        ({"zero": {"stage": 1}}, "zero.stage=1 needs an optimizer, and initialize got none"),
+        ({"precision": {"dtype": "bf16"}}, "precision.dtype=bf16 needs an optimizer"),
+        ({"gradient_clipping": 1, "zero": {"stage": 1}}, "zero.stage=1, gradient_clipping=1 needs an optimizer"),
+        ({"zero": {"stage": 3}, "precision": {"dtype": "fp16"}}, "precision.dtype=fp16 needs an optimizer"),
     ):
         refused(text, config)
-    refused("optimizer must be a torch.optim.Optimizer, not object", optimizer=lambda model: object())
+    refused("optimizer must be a torch.optim.Optimizer, got object", optimizer=lambda model: object())
     refused("LBFGS is not supported with shards, with stages", optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
     other = sgd(gpt2())
     refused("in group 0 of SGD are not parameters of GPT2LMHeadModel", optimizer=lambda model: other)
     scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
-    refused("lr_scheduler drives another optimizer", optimizer=sgd, lr_scheduler=scheduler)
-    refused("lr_scheduler: the optimizer does that", lr_scheduler=scheduler)
+    refused("lr_scheduler must drive the optimizer", optimizer=sgd, lr_scheduler=scheduler)
+    refused("lr_scheduler needs an optimizer", lr_scheduler=scheduler)
     if not torch.accelerator.is_available():
         refused(
-            "zero.cpu_offload moves shards between the CPU and an accelerator",
+            "zero.cpu_offload needs an accelerator",
             {"zero": {"stage": 3, "cpu_offload": True}},
         )
     refused(
-        "Adagrad has state of transformer.wte.weight already: with zero.stage 3",
+        "Adagrad must not have state before initialize with zero.stage 3",
         {"zero": {"stage": 3}},
         lambda model: torch.optim.Adagrad(model.parameters()),
     )
@@ -55,7 +55,7 @@ def test_what_is_refused():
     autopar.initialize(model, {}, optimizer=optimizer)
     with pytest.raises(ConfigError, match="this SGD belongs to a parallelized model already"):
         autopar.initialize(gpt2(), {}, optimizer=optimizer)
-    with pytest.raises(ConfigError, match=r"SGD.step\(closure\): its gradients come inside of step"):
+    with pytest.raises(ConfigError, match=r"SGD.step\(closure\) is not supported: gradients inside of step"):
         optimizer.step(lambda: 0.0)
 
 
@@ -64,7 +64,7 @@ def test_ranks_whose_groups_differ():
     model = gpt2()
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters if dist.get_rank() == 0 else parameters[::-1], lr=0.1)
-    with raises_everywhere(ConsistencyError, "ranks [1] call autopar.initialize differently than rank 0"):
+    with raises_everywhere(ConsistencyError, "ranks [1] call autopar.initialize with other arguments than rank 0"):
         autopar.initialize(model, {}, optimizer=optimizer)
 
 

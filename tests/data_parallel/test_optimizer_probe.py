@@ -128,14 +128,14 @@ def test_declared_statistics_across_parameters() -> None:
 
     assert how(tp=2) == "duplicated" and how() == "parts"
     for sections in ({"tp": 2, "pp": 2}, {"zero": {"stage": 1}}, {"tp": 2, "zero": {"stage": 3}}):
-        with pytest.raises(ConfigError, match=r"Own takes statistics over all parameters\.\n  With "):
+        with pytest.raises(ConfigError, match=r"Own computes statistics over all parameters\.\n  With "):
             how(**sections)
 
 
 def test_statistics_across_parameters_need_a_declaration() -> None:
     optimizer = ACROSS["Prodigy"](_parameters())
     words = (
-        "Prodigy takes statistics over all parameters(.|\n)*Write optimizer: {across_parameters: true} in the config"
+        "Prodigy computes statistics over all parameters(.|\n)*Write optimizer: {across_parameters: true} in the config"
     )
     for given in (True, False):
         with pytest.raises(ConfigError, match=words):
@@ -176,8 +176,8 @@ def _step(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-WHOLE = "Own looks at whole matrices: its steps of a matrix in two parts differ from that of the whole one"
-ALL = "Own takes statistics over all parameters"
+WHOLE = "Own depends on full matrices: a step of two halves differs from a step of the full matrix"
+ALL = "Own computes statistics over all parameters"
 
 
 @pytest.mark.tier("test")
@@ -186,10 +186,10 @@ def test_made_before_or_after_it_is_refused_where_its_steps_would_be_others() ->
     whole, every = UPDATES["trust ratio"][0], UPDATES["by the norm of all"][0]
     tp, pp = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
     for sizes, more, update, text in (
-        *((tp, {"zero": {"stage": stage}}, whole, "Use zero.stage 1, where a rank steps whole") for stage in (2, 3)),
-        (tp, {"zero": {"stage": 1}}, every, "With zero.stage=1 a rank steps some of them"),
-        (pp, {}, every, "With pipeline_parallel_size=2 a rank steps some of them"),
-        ({}, {"zero": {"stage": 1}}, every, "With zero.stage=1 a rank steps some of them"),
+        *((tp, {"zero": {"stage": stage}}, whole, "Use zero.stage 1, where a rank steps full") for stage in (2, 3)),
+        (tp, {"zero": {"stage": 1}}, every, "With zero.stage=1 a rank steps only some parameters"),
+        (pp, {}, every, "With pipeline_parallel_size=2 a rank steps only some parameters"),
+        ({}, {"zero": {"stage": 1}}, every, "With zero.stage=1 a rank steps only some parameters"),
     ):
         model = gpt2()
         with raises_everywhere(ConfigError, text):

@@ -197,25 +197,25 @@ class Mine(Muon):
 @pooled(world_size=2)
 def test_other_optimizers_are_refused_with_what_works() -> None:
     split = {"optimizer": {"split_fused": True}}
-    itself = "is for torch.optim.Muon itself, of which autopar knows how it orthogonalizes, not for"
-    instead = "Write optimizer: {full_matrix: owned}, which steps whole matrices."
+    itself = "supports only torch.optim.Muon, got"
+    instead = "Write optimizer: {full_matrix: owned}, which steps full matrices."
     mine = f"tests.data_parallel.test_sharded_muon.Mine.\n  {instead}"
-    none = "optimizer.split_fused=true: none of the 16 matrices of this Muon is several side by side, as q | k | v"
+    none = "optimizer.split_fused=true needs a fused matrix (q | k | v, gate | up); none of the 16 matrices"
     for config, make, text in (
         (SHARDED, Mine, f"optimizer.full_matrix=sharded {itself} {mine}"),
         (SHARDED, partial(Own, update=lamb), instead),
         (split, Mine, f"optimizer.split_fused=true {itself}"),
         (split, torch.optim.AdamW, "not for torch.optim.adamw.AdamW.\n  Leave it out."),
         (split, Muon, none),
-        ({**split, "zero": {"stage": 3}}, Muon, "zero.stage=3 does not go with optimizer.split_fused"),
-        ({**SHARDED, "zero": {"stage": 3}}, Muon, "Use zero.stage 1, where a rank steps whole matrices"),
+        ({**split, "zero": {"stage": 3}}, Muon, "zero.stage=3 is not supported with optimizer.split_fused"),
+        ({**SHARDED, "zero": {"stage": 3}}, Muon, "Use zero.stage 1, where a rank steps full matrices"),
     ):
         model = llama()
         optimizer = make([p for p in model.parameters() if p.ndim == 2])
         with raises_everywhere(ConfigError, text):
             autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}, **config}, optimizer=optimizer)
         assert not hasattr(model, "mpu")
-    with raises_everywhere(ConfigError, "optimizer.split_fused=true: the optimizer does that, and initialize got none"):
+    with raises_everywhere(ConfigError, "optimizer.split_fused=true needs an optimizer, and initialize got none"):
         autopar.initialize(gpt2(), {"tp": 2, **split})
     model = gpt2()
     model, optimizer = autopar.initialize(model, {"tp": 2, **SHARDED}, optimizer=torch.optim.AdamW(model.parameters()))
@@ -244,7 +244,7 @@ def test_a_group_that_is_added_is_checked_too() -> None:
     optimizer.add_param_group({"params": [block.mlp.c_fc.weight], "normed": True})
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for _ in range(2):
-        with raises_everywhere(ConfigError, "optimizer.full_matrix=sharded is for torch.optim.Muon itself"):
+        with raises_everywhere(ConfigError, "optimizer.full_matrix=sharded supports only torch.optim.Muon"):
             optimizer.step()
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     optimizer.param_groups[1]["normed"] = False

@@ -79,7 +79,7 @@ class Listing(Optimizer):
 
 
 MOVED = (
-    "{}.step() changed weights of the model itself, past those that its groups hold instead",
+    "{}.step() changed",
     "transformer.",
     "Wrap the optimizer after initialize: model, inner = autopar.initialize(model, config, optimizer=inner)",
     "{}(inner)",
@@ -230,9 +230,9 @@ def test_state_from_before_initialize_is_refused_unless_it_is_given() -> None:
         model(ids, labels=ids).loss.backward()
         shape = list(model.get_input_embeddings().weight.shape)
         words = (
-            "AdamW has state of whole weights, and this rank has shards: exp_avg of model.embed_tokens.weight is "
-            f"[131, 24], the shard {shape}.\n  It stepped before initialize: model, optimizer = "
-            "autopar.initialize(model, config, optimizer=optimizer) shards its state, too."
+            "AdamW has state of full weights: exp_avg of model.embed_tokens.weight must have the shape of the shard, "
+            f"{shape}; got [131, 24].\n  Pass it to initialize, which shards its state: model, optimizer = "
+            "autopar.initialize(model, config, optimizer=optimizer)"
         )
         with contextlib.nullcontext() if given else pytest.raises(ConfigError, match=re.escape(words)):
             optimizer.step()

@@ -27,9 +27,9 @@ class Wrapped(nn.Module):
 
 def _refused(what: str, ranks: str, mpu: Any, remedy: str) -> Any:
     text = (
-        f"{what} over ranks {ranks} would take their different shards of the model for one: with "
+        f"{what} over ranks {ranks} would mix different shards of the model: with "
         f"tensor_parallel_size={mpu.sizes.tp} and\n  pipeline_parallel_size={mpu.sizes.pp} the shard of rank "
-        f"{mpu.rank} is held by {list(mpu.dp.ranks)}. Give it {remedy}."
+        f"{mpu.rank} is on ranks {list(mpu.dp.ranks)}. Pass {remedy}."
     )
 
     class _Check:
@@ -120,7 +120,10 @@ def test_fully_sharded_data_parallel_over_all_ranks_is_refused() -> None:
     wrapper._fsdp_wrapped_module = model
     model.transformer.ln_f.weight._fsdp_flattened = True  # as it marks what it has flattened
     for clip in (wrapper.clip_grad_norm_, lambda limit: autopar.clip_grad_norm_(model, limit)):
-        with pytest.raises(ConfigError, match=r"takes the shards(.|\n)*fully_shard\(model, mesh=model\.mpu\.mesh"):
+        with pytest.raises(
+            ConfigError,
+            match=r"is not supported with FullyShardedDataParallel(.|\n)*fully_shard\(model, mesh=model\.mpu\.mesh",
+        ):
             clip(1.0)
     model.mpu.destroy()
 

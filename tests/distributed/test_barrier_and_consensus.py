@@ -134,7 +134,7 @@ def death(victim: int) -> None:
         time.sleep(0.5)
         os._exit(1)
     start = time.monotonic()
-    with pytest.raises(CheckpointError, match=rf"^rank {victim} of 4 died.*\n  all is well"):
+    with pytest.raises(CheckpointError, match=rf"^rank {victim} of 4 failed.*\n  all is well"):
         all_ranks(mpu, lambda: None, lambda: "all is well")
     assert time.monotonic() - start < 5
 

@@ -101,7 +101,7 @@ def refuse(deepspeed: Any) -> None:
     for changes, error in (
         ({"zero_optimization": {"stage": 1}}, r"heads of transformer\.h\.0\.attn\.c_attn\.weight several times"),
         ({"bf16": {"enabled": True}}, r"FP16_UnfusedOptimizer \(half(.|\n)*first rank only(.|\n)*stage 1 or 2"),
-        ({"zero_optimization": {"stage": 3}}, "has another shape than autopar.initialize gave it"),
+        ({"zero_optimization": {"stage": 3}}, "must keep the shape of its shard"),
         (
             {"mpu": None},
             r"without mpu= takes all ranks for replicas(.|\n)*deepspeed\.initialize\(model=model, mpu=model",

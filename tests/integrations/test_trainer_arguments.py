@@ -174,7 +174,7 @@ def test_what_is_refused(tmp_path):
             assert "_autopar" not in vars(model)
         model = llama()
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-        with raises_everywhere(ConfigError, "Muon looks at whole matrices"):
+        with raises_everywhere(ConfigError, "Muon depends on full matrices"):
             ParallelTrainer(
                 model,
                 arguments(tmp_path, 1),

@@ -101,9 +101,7 @@ def test_a_penalty_on_all_weights_is_refused_and_one_on_the_head_is_not() -> Non
     def of_a_list(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
         return outputs.loss + torch.stack(torch._foreach_norm(list(model.parameters()))).sum()
 
-    words = (
-        r"criterion reads 9 weights of blocks, model.layers.1.input_layernorm.weight first: it runs on the last stage"
-    )
+    words = r"weights of blocks, got 9 .first model.layers.1.input_layernorm.weight.: the last stage"
     calls = [0]
 
     def of_the_second_microbatch(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -140,6 +138,6 @@ def test_a_penalty_on_all_weights_is_refused_and_one_on_the_head_is_not() -> Non
         model.execute_pipeline(batch, criterion=of_the_head(model))
         of_the_head(plain)(plain(**batch), batch).backward()
     same_gradients(model, plain, 2e-5)
-    pair = "criterion returned a tuple, expected one tensor, the mean over a micro-batch.*class weights.*count="
+    pair = "criterion must return one tensor, the mean over a micro-batch; got tuple.*class weights.*count="
     refused(model, lambda outputs, inputs: (outputs.loss, 3), r"(?s)" + pair)
     model.mpu.destroy()

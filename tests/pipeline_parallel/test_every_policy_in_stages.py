@@ -21,9 +21,9 @@ from tests.representatives import every_fourth, first_policies, one_of_each_stru
 from tests.worlds import distributed, raises_everywhere
 
 _TOO_FEW = "1 blocks cannot be split into 2 stages"
-_LAYERS = "later ones, or the head, read what earlier ones made: they form 1 groups"
-_ORDER = "its forward does not call each block once, in order"
-_FIXED = "its forward runs the blocks where no gradients are recorded"
+_LAYERS = "later blocks or the head read outputs of earlier blocks, which leaves 1 groups"
+_ORDER = "its forward must call each block once, in order"
+_FIXED = "its forward runs the blocks without recording gradients"
 
 REFUSED = {
     # Images shrink from one list of blocks to the next; only one list is cut, and here it has one block.

@@ -94,15 +94,15 @@ def test_which_losses_can_be_put_together() -> None:
     sparse = build(Case("mixtral", "MixtralForCausalLM"), 6, 3)
     assert OwnLoss.of(sparse).reduction(words, 4) == "tokens"
     refused = [
-        (_bert(BertForQuestionAnswering), _questions(), r"targets besides labels \(start_positions, end_positions\)"),
-        (_bert(BertForPreTraining), _pairs(), r"targets besides labels \(next_sentence_label\)"),
+        (_bert(BertForQuestionAnswering), _questions(), r"further targets \(start_positions, end_positions\)"),
+        (_bert(BertForPreTraining), _pairs(), r"further targets \(next_sentence_label\)"),
         (_speech(), {"input_values": torch.zeros(4, 400), "labels": _ids()}, "ctc_loss_reduction: sum"),
         (sparse, {**words, "output_router_logits": True}, "the routers' auxiliary loss"),
         (gpt2(), {**words, "labels": [{}]}, "labels is a list, not a tensor"),
     ]
     for model, batch, reason in refused:
         assert OwnLoss.of(model).reduction(batch, 1) == "microbatch"
-        with pytest.raises(ConfigError, match=f"over 4 micro-batches is not the mean of theirs by labels: .*{reason}"):
+        with pytest.raises(ConfigError, match=rf"the losses of 4 micro-batches of \w+ cannot be combined: .*{reason}"):
             OwnLoss.of(model).reduction(batch, 4)
     sparse.config.output_router_logits = True
     assert OwnLoss.of(sparse).reduction({**words, "output_router_logits": False}, 4) == "tokens"
@@ -117,7 +117,7 @@ def test_a_loss_with_several_targets_takes_one_micro_batch() -> None:
     expected.backward()
     piped = autopar.initialize(copy.deepcopy(plain), _config(pp=2, microbatch_size=1))
     for settings in ({}, {"forward_only": True}):
-        with raises_everywhere(ConfigError, "targets besides labels", "Give criterion="):
+        with raises_everywhere(ConfigError, "further targets", "Give criterion="):
             piped.execute_pipeline(batch, **settings)
     piped.execute_pipeline(batch, forward_only=True, return_loss=False)  # without a loss nothing is wrong
     piped.execute_pipeline(batch, lambda outputs, inputs: outputs.loss, forward_only=True)
@@ -281,7 +281,7 @@ def test_a_class_of_ones_own_says_what_its_loss_is(policy: Any) -> None:
     close(loss, expected.detach(), "loss")
     same_gradients(piped, plain)
     unknown = autopar.initialize(Unshifted(llama().config).train(), config)
-    with pytest.raises(ConfigError, match=r"a policy can: loss: {Unshifted: mean}\."):
+    with pytest.raises(ConfigError, match=r"name it in a policy: loss: {Unshifted: mean}\."):
         unknown.execute_pipeline(batch)
 
 
@@ -296,7 +296,7 @@ def test_replicas_of_an_unknown_loss_are_averaged_alike_with_a_warning() -> None
         model = autopar.initialize(copy.deepcopy(plain), {}, policy=policy)
         model.zero_grad()
         batch = {"input_ids": _ids()[mine], "labels": labels[mine]}
-        words = r"gradients of replicas with 6 and 14\n  labels are averaged equally, as DistributedDataParallel does"
+        words = r"gradients of replicas with 6 and 14 labels are averaged\n  equally, as in DistributedDataParallel"
         for call in range(2):  # once
             with pytest.warns(ShardWarning, match=words) if policy is None and call == 0 else nullcontext():
                 model.execute_pipeline(batch)

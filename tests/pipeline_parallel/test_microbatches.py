@@ -29,11 +29,11 @@ def test_batches_come_from_dicts_and_iterators() -> None:
     batch = BatchEncoding({"input_ids": torch.zeros(2, 3)})
     assert next_batch(batch).keys() == {"input_ids"}
     assert next_batch(iter([dict(batch)])).keys() == {"input_ids"}
-    with pytest.raises(ConfigError, match=r"not a list; of a DataLoader give iter\(loader\)"):
+    with pytest.raises(ConfigError, match=r"got list\n  For a DataLoader pass iter\(loader\)"):
         next_batch([batch])
-    with pytest.raises(ConfigError, match="the iterator gives a list"):
+    with pytest.raises(ConfigError, match="a batch must be a dict of the model's arguments, got list"):
         next_batch(iter([[1]]))
-    with pytest.raises(ConfigError, match="no tensor in the batch, only a"):
+    with pytest.raises(ConfigError, match="the batch must contain a tensor, got a"):
         batch_size({"a": 1}, "input_ids")
 
 

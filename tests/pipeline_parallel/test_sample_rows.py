@@ -65,10 +65,10 @@ def test_videos_and_sounds() -> None:
 @pytest.mark.parametrize(
     ("changes", "config", "reason"),
     [
-        ({"image_grid_thw": torch.tensor(GRIDS[::-1])}, CONFIG, "by token 5 (image_token_id"),
-        ({"pixel_values": torch.zeros(23, 1)}, CONFIG, "pixel_values [23, 1], image_grid_thw [4, 3] are not one row"),
-        ({}, SimpleNamespace(), "by token None (image_token_id"),
-        ({"input_ids": None}, CONFIG, "by token 5 (image_token_id"),
+        ({"image_grid_thw": torch.tensor(GRIDS[::-1])}, CONFIG, "token 5 (image_token_id"),
+        ({"pixel_values": torch.zeros(23, 1)}, CONFIG, "pixel_values [23, 1], image_grid_thw [4, 3] cannot be split"),
+        ({}, SimpleNamespace(), "token None (image_token_id"),
+        ({"input_ids": None}, CONFIG, "token 5 (image_token_id"),
     ],
 )
 def test_what_cannot_be_told_is_refused(changes: dict[str, Any], config: Any, reason: str) -> None:

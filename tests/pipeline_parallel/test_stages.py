@@ -108,10 +108,10 @@ def routers_of(model: Any) -> list[tuple[str, Any]]:
 
 
 def test_models_that_are_no_chain_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"does not call each block once, in order .it calls 0, 1, 0, 1"):
+    with pytest.raises(UnsupportedModelError, match=r"must call each block once, in order .it calls 0, 1, 0, 1"):
         _stages(build(Case("hrm_text", "HrmTextForCausalLM"), 6, 3), 2)
     gemma = build(Case("gemma3n_text", "Gemma3nForCausalLM"), 6, 3)  # later layers use keys of earlier ones
-    with pytest.raises(ConfigError, match="read what earlier ones made: they form 1 groups"):
+    with pytest.raises(ConfigError, match="read outputs of earlier blocks, which leaves 1 groups"):
         _stages(gemma, 4)
 
 

@@ -31,7 +31,7 @@ from tests.random_models import Case, batches, build, cases, kind, of_type
 from tests.representatives import first_policies
 
 # Their merged checkpoints have the names in memory (NAMES_IN_MEMORY).
-pytestmark = pytest.mark.filterwarnings("ignore:how save_pretrained converts Inkling2Loop:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:the conversion of Inkling2Loop:UserWarning")
 
 POLICIES = list(own_policies())
 SECTIONS = ("prefix", "every_stage", "blocks", "suffix")

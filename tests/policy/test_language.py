@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import PolicyError
 from autopar.policy.load import load_policy, read_user_policy
-from autopar.policy.schema import Input, Part, Ratio
+from autopar.policy.schema import Input, Ratio, UnitRun
 from autopar.policy.yaml_reader import Where
 from tests.policy.written import RIGHT, write
 
@@ -25,15 +25,15 @@ def test_the_new_keys_are_read() -> None:
     assert units["ffn"].or_whole and not units["heads"].or_whole and units["heads"].align == 1
     assert tower.blocks_path == "stages.*.layers"
     rules = tower.blocks
-    assert rules["in_proj"].parts == (Part("heads", "head_dim"), Part("groups", "2 * n"), Part("ffn"))
+    assert rules["in_proj"].parts == (UnitRun("heads", "head_dim"), UnitRun("groups", "2 * n"), UnitRun("ffn"))
     assert rules["up"].inside and rules["out"].enter_output
     assert (rules["conv"].kind, rules["conv"].dim, rules["sinks"].dim) == ("sharded", 1, None)
-    assert (rules["norm"].parts, rules["norm"].within) == ((Part("heads", "4"),), "groups")
+    assert (rules["norm"].parts, rules["norm"].within) == ((UnitRun("heads", "4"),), "groups")
     assert (rules["latent"].kind, rules["latent"].enter_output) == ("enter_output", False)
     assert (rules["select"].kind, rules["select"].dim) == ("gathered", -2)
     assert (rules["experts"].by_expert, rules["experts.bias"].kind) == ("inner", "once")
-    assert tower.block_attributes["conv_dim"] == Ratio((Part("heads", "4"), Part("groups")), None, where(22))
-    assert tower.block_attributes["group_size"] == Ratio((Part("heads", "4"),), "groups", where(23))
+    assert tower.block_attributes["conv_dim"] == Ratio((UnitRun("heads", "4"), UnitRun("groups")), None, where(22))
+    assert tower.block_attributes["group_size"] == Ratio((UnitRun("heads", "4"),), "groups", where(23))
     assert tower.block_inputs == {"attn.alibi": Input("heads", 0, where(25))}
     assert tower.inputs == {"shared.bias": Input("heads", 1, where(29))}
     assert list(tower.attributes) == ["width"] and list(policy.head_attributes) == ["classes?"]

@@ -96,7 +96,7 @@ def test_two_fragments_that_contradict_each_other(tmp_path: Path, one: str, othe
             tmp_path, **{f"mine_{names[0]}": f"extends: [fragments/{names[0]}, fragments/{names[1]}]\n{MATCH}"}, **files
         )
         left, right = (f"{tmp_path}/fragments/{name}.yaml:5" for name in names)
-        with refused(f"{left}: 'blocks.modules.fc' contradicts {right}; say here which holds"):
+        with refused(f"{left}: 'blocks.modules.fc' contradicts {right}; set it in this file"):
             load_policy(path)
     for word in ("fc: {row: ffn}", "fc: ~"):
         expected = ["row"] if "row" in word else []
@@ -114,7 +114,7 @@ def test_a_circle_and_a_missing_file(tmp_path: Path) -> None:
     path = write(tmp_path, a="extends: b\n", b="extends: a\n")
     with pytest.raises(PolicyError, match=r"b\.yaml:1: 'a' extends itself"):
         load_policy(path)
-    with pytest.raises(PolicyError, match="comes with one of the name llama, and finds it by the model's type: leave "):
+    with pytest.raises(PolicyError, match="autopar has a policy llama, which it finds by the model's type: leave "):
         read_user_policy("llama")
     with refused("policy file 'nowhere.yaml' does not exist; a policy is a path, a dict or YAML text"):
         read_user_policy("nowhere.yaml")

@@ -113,8 +113,8 @@ def test_a_class_that_inherits_its_forward_has_the_same_loss_and_another_may_not
     assert OwnLoss.of(Unshifted(config), given).reduction(batch, 2) == "tokens"
     assert OwnLoss.of(Unshifted(config)).reduction(batch, 1) == "microbatch"
     words = (
-        r"the loss of Unshifted over 2 micro-batches is not the mean of theirs by labels: its forward is none of "
-        r"transformers', which does not say over what its loss is a mean; a policy can: loss: {Unshifted: mean}"
+        r"the losses of 2 micro-batches of Unshifted cannot be combined: its forward is none of transformers', and its "
+        r"loss is unknown; name it in a policy: loss: {Unshifted: mean}"
     )
     with pytest.raises(ConfigError, match=words):
         OwnLoss.of(Unshifted(config)).reduction(batch, 2)

@@ -70,11 +70,11 @@ def test_a_model_type_that_no_file_lists() -> None:
         find_policy(of_type("nobodys_model"))
     assert str(info.value) == (
         "no policy lists model_type 'nobodys_model' of GPT2LMHeadModel.\n"
-        "  autopar.initialize(model, config, policy='derive') derives a policy from what forward computes;\n"
-        "  'autopar policy new MODEL' (a folder or a name on the hub) also proves it and writes it down.\n"
-        "  'autopar policy check my.yaml' tries a policy without weights; its form is in "
+        "  autopar.initialize(model, config, policy='derive') derives a policy from the computations of forward;\n"
+        "  'autopar policy new MODEL' (a folder or a name on the hub) also verifies and saves it.\n"
+        "  'autopar policy check my.yaml' checks a policy without weights; its form is in "
         f"{policy_folder() / 'README.md'}\n"
-        "  'autopar policy list' prints the model types that have one."
+        "  'autopar policy list' prints the model types with a policy."
     )
     model = of_type("nobodys_model")
     assert find_policy(model, {"extends": "gpt2", "match": {"model_type": "nobodys_model"}}).name == "user"
@@ -93,7 +93,7 @@ def test_a_config_that_the_policies_of_a_model_type_leave_out(tmp_path: Path, mo
         str(info.value)
         .splitlines()[0]
         .startswith(
-            "no policy fits this config of model_type 'gpt2': plain wants {'scale_attn_weights': False} and "
+            "no policy supports this config of model_type 'gpt2': plain needs {'scale_attn_weights': False} and "
             "class GPT2Model or GPT2Pair; scaled wants {'scale_attn_weights': True, 'n_inner': 5}."
         )
     )
@@ -115,7 +115,7 @@ def test_a_users_policy() -> None:
         str(info.value)
         == "policy text:1: the policy is for model_type gpt2, gpt3, LlamaForCausalLM has model_type llama"
     )
-    with pytest.raises(UnsupportedModelError, match=r"holds for transformers <5, installed is 5\..* \(policy text:1\)"):
+    with pytest.raises(UnsupportedModelError, match=r"needs transformers <5, got 5\..* \(policy text:1\)"):
         find_policy(gpt2(), TEXT % ', transformers: "<5"')
     with pytest.raises(PolicyError, match="policy text:1: 'five' is not a version range"):
         find_policy(gpt2(), TEXT % ", transformers: five")
@@ -128,7 +128,7 @@ def test_two_files_that_match_one_model(tmp_path: Path, monkeypatch: pytest.Monk
         paths[-1].write_text(TEXT % config)
     monkeypatch.setattr(match, "policy_files", lambda: tuple(paths))
     with pytest.raises(
-        PolicyError, match=r"one\.yaml:1 and .*two\.yaml:1 both match model_type gpt2: narrow one of them"
+        PolicyError, match=r"one\.yaml:1 and .*two\.yaml:1 both match model_type gpt2: restrict one of them"
     ):
         find_policy(gpt2(n_layer=2))
     monkeypatch.setattr(match, "policy_files", lambda: tuple(paths[1:]))

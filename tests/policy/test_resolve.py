@@ -50,7 +50,7 @@ def test_sizes_that_do_not_fit_name_the_largest_that_does() -> None:
         model.config.num_key_value_heads = 3
         text = RIGHT.replace("o_proj: {row: heads}", f"o_proj: {row}")
         with refused(
-            "tensor_parallel_size=4 does not fit self_attn.o_proj: 'row' needs at least one unit of each kind a rank "
+            "tensor_parallel_size=4 does not fit self_attn.o_proj: 'row' needs at least one unit of each kind per rank "
             "(policy text:15).",
             ConfigError,
         ):

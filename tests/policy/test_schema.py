@@ -3,7 +3,7 @@
 import pytest
 
 from autopar.policy.load import read_user_policy
-from autopar.policy.schema import Part, Ratio
+from autopar.policy.schema import Ratio, UnitRun
 from autopar.policy.yaml_reader import Where
 from tests.policy.written import RIGHT, refused
 
@@ -22,8 +22,8 @@ def test_a_right_policy() -> None:
     assert blocks["lm_head?"].gather_output
     assert (blocks["ln"].kind, blocks["ln"].units) == ("replicated", ())
     assert blocks["norm"].units == ("heads",)
-    assert tower.block_attributes["attn.groups"] == Ratio((Part("heads"),), "kv", Where("policy text", 18))
-    assert tower.block_attributes["attn.heads"] == Ratio((Part("heads"),), None, Where("policy text", 19))
+    assert tower.block_attributes["attn.groups"] == Ratio((UnitRun("heads"),), "kv", Where("policy text", 18))
+    assert tower.block_attributes["attn.heads"] == Ratio((UnitRun("heads"),), None, Where("policy text", 19))
     assert str(blocks["q_proj"].where) == "policy text:12"
 
 

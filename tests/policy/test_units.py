@@ -9,7 +9,7 @@ from torch import nn
 from autopar.errors import ConfigError, PolicyError
 from autopar.layout import Layout
 from autopar.plan.units import UnitTable
-from autopar.policy.schema import Part, UnitSpec
+from autopar.policy.schema import UnitRun, UnitSpec
 from autopar.policy.yaml_reader import Where
 
 NONE: frozenset[str] = frozenset()
@@ -36,7 +36,7 @@ def one(size: int, count: str, block: nn.Module | None = None, config: Any = Non
 def layout(units: UnitTable, parts: list[str], elements: int, block: nn.Module | None = None) -> Layout:
     """``parts`` as a policy writes them: ``heads`` or ``heads * 4``."""
     split = [part.partition(" * ") for part in parts]
-    return units.layout([Part(u, w or None) for u, _, w in split], 0, elements, "proj", Where("p", 9), block)
+    return units.layout([UnitRun(u, w or None) for u, _, w in split], 0, elements, "proj", Where("p", 9), block)
 
 
 def test_the_width_of_a_unit_is_inferred() -> None:
@@ -116,15 +116,15 @@ def test_a_count_is_a_product_or_quotient_from_left_to_right() -> None:
     ]:
         assert one(1, expression, config=config).count("u") == expected
     for expression, message in [
-        ("width / 5", "p:1: 'u' is width / 5: 12 / 5 is not whole"),
-        ("width / heads / expand", "p:1: 'u' is width / heads / expand: 3 / 2 is not whole"),
-        ("width / 0", "p:1: 'u' is width / 0: 12 / 0 is not whole"),
+        ("width / 5", "p:1: 'u' is width / 5: 12 / 5 is not an integer"),
+        ("width / heads / expand", "p:1: 'u' is width / heads / expand: 3 / 2 is not an integer"),
+        ("width / 0", "p:1: 'u' is width / 0: 12 / 0 is not an integer"),
         ("width * wide", "p:1: 'u' is wide, which SimpleNamespace lacks. Did you mean 'width'?"),
         ("inner.sise", "p:1: 'u' is inner.sise, which SimpleNamespace lacks. Did you mean 'size'?"),
-        ("inner", "p:1: 'u' is inner=namespace(size=6) in the config, which is no count"),
-        ("0 * width", "p:1: 'u' is 0 * width=0 in the config, which is no count"),
+        ("inner", "p:1: 'u' must be a positive integer; got inner=namespace(size=6)"),
+        ("0 * width", "p:1: 'u' must be a positive integer; got 0 * width=0"),
         *(
-            (wrong, f"p:1: 'u' is '{wrong}', which is no product or quotient of names")
+            (wrong, f"p:1: 'u' must be a product or quotient of names; got '{wrong}'")
             for wrong in ("width +2", "width *", "* width", "width heads", "(width)", "width - heads", "")
         ),
     ]:
@@ -164,20 +164,20 @@ def test_what_is_made_of_too_few_units_stays_whole_where_the_unit_says_so() -> N
 
 # parts, elements, changes of the config, message
 WRONG: list[tuple[list[str], int, dict[str, Any], str]] = [
-    (["plain"], 40, {}, r"p:9: proj has 40 features, \[plain\] describes 9 equal parts: 40 / 9 is not whole"),
-    (["plain", "plain"], 45, {}, r"p:9: .*\[plain, plain\] describes 18 equal parts: 45 / 18 is not whole"),
-    (["ffn", "ffn"], 75, {}, "p:9: .*describes 2 equal parts: 75 / 2 is not whole"),
-    (["ffn", "heads"], 75, {}, r"p:9: \[ffn, heads\] of proj mixes an inferred unit with others"),
-    (["ffn * 2", "ffn"], 75, {}, r"p:9: \[ffn \* 2, ffn\] of proj mixes an inferred unit with others"),
+    (["plain"], 40, {}, r"p:9: proj has 40 features, \[plain\] describes 9 equal parts: 40 / 9 is not an integer"),
+    (["plain", "plain"], 45, {}, r"p:9: .*\[plain, plain\] describes 18 equal parts: 45 / 18 is not an integer"),
+    (["ffn", "ffn"], 75, {}, "p:9: .*describes 2 equal parts: 75 / 2 is not an integer"),
+    (["ffn", "heads"], 75, {}, r"p:9: \[ffn, heads\] of proj must not mix an inferred unit with counted units"),
+    (["ffn * 2", "ffn"], 75, {}, r"p:9: \[ffn \* 2, ffn\] of proj must not mix an inferred unit with counted units"),
     (["heads * 4", "kv * 2"], 45, {}, r"p:9: proj has 45 features, \[heads \* 4, kv \* 2\] describes 42$"),
     (["heads * 4", "kv * 2"], 40, {}, r"p:9: proj has 40 features, \[heads \* 4, kv \* 2\] describes 42$"),
     (["heads * 4", "kv"], 40, {}, r"p:9: proj has 40 features, \[heads \* 4, kv\] describes 36$"),
     (["heads * n_head"], 36, {}, r"p:9: 'proj' is n_head, which SimpleNamespace lacks. Did you mean 'n_heads'\?"),
-    (["heads * 1 +1"], 36, {}, r"p:9: 'proj' is '1 \+1', which is no product or quotient of names"),
-    (["plain"], 36, {"n_heads": None}, "p:5: 'plain' is n_heads=None in the config, which is no count"),
-    (["plain"], 36, {"n_heads": 0}, "p:5: 'plain' is n_heads=0 in the config, which is no count"),
-    (["plain"], 36, {"n_heads": True}, "p:5: 'plain' is n_heads=True in the config, which is no count"),
-    (["after"], 36, {}, "p:6: 'after' follows 'ffn', whose count is inferred"),
+    (["heads * 1 +1"], 36, {}, r"p:9: 'proj' must be a product or quotient of names; got '1 \+1'"),
+    (["plain"], 36, {"n_heads": None}, "p:5: 'plain' must be a positive integer; got n_heads=None"),
+    (["plain"], 36, {"n_heads": 0}, "p:5: 'plain' must be a positive integer; got n_heads=0"),
+    (["plain"], 36, {"n_heads": True}, "p:5: 'plain' must be a positive integer; got n_heads=True"),
+    (["after"], 36, {}, "p:6: 'after' cannot follow 'ffn', whose count is inferred"),
 ]
 
 
@@ -196,5 +196,5 @@ def test_a_count_that_the_config_lacks_names_the_nearest() -> None:
 
 
 def test_heads_that_do_not_divide_by_their_kv_heads() -> None:
-    with pytest.raises(ConfigError, match="8 units cannot follow 3: 8 / 3 is not whole"):
+    with pytest.raises(ConfigError, match="8 units cannot follow 3: 8 / 3 is not an integer"):
         layout(table(2, n_heads=8), ["heads"], 32)

@@ -83,9 +83,8 @@ def test_an_unlisted_type_trains_as_the_plain_model() -> None:
 @pooled(world_size=2)
 def test_initialize_says_so_in_one_line() -> None:
     expected = (
-        "no policy lists model_type 'someones_llama', which comes with a tp_plan: one is derived from what forward "
-        "computes ('autopar policy new' proves it and writes it down); it leaves 1% of the parameters whole on each of "
-        "2 ranks"
+        "no policy lists model_type 'someones_llama', so its policy is derived from its tp_plan and forward "
+        "('autopar policy new' verifies and saves it); 1% of the parameters stay full on each of 2 ranks"
     )
     records: list[str] = []
     handler = logging.Handler(logging.INFO)
@@ -105,7 +104,7 @@ def test_initialize_says_so_in_one_line() -> None:
 def test_policy_check_says_so_too() -> None:
     report = check_policy(own())
     assert report["holds"] and report["policy"]["name"] == "derived", report
-    assert report["notice"].startswith("no policy lists model_type 'someones_llama', which comes with a tp_plan")
+    assert report["notice"].startswith("no policy lists model_type 'someones_llama', so its policy is derived")
     assert check_policy(own(), policy="derive")["notice"] is None
 
 
@@ -203,7 +202,7 @@ def test_a_model_of_which_nothing_can_be_sharded(monkeypatch: pytest.MonkeyPatch
 def test_a_convolutional_net_is_named(kind: str) -> None:
     stages = {"hidden_sizes": [8, 8, 8, 16], "depths": [1, 1, 1, 1]}
     net = ConvNextModel(ConvNextConfig(**stages)) if kind == "convnext" else ResNetModel(ResNetConfig(**stages))
-    text = f"{type(net).__name__} is a convolutional net, which autopar's policies do not cover"
+    text = f"{type(net).__name__} is a convolutional net, which autopar does not support"
     for find in (find_policy, derive) if kind == "resnet" else (find_policy,):
         with pytest.raises(UnsupportedModelError, match=text):
             find(net)

@@ -10,7 +10,7 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy import match
 from autopar.policy.load import load_policies, load_policy, own_policies, read_user_policy
 from autopar.policy.match import find_policy
-from autopar.policy.schema import SUPPORTED, Part
+from autopar.policy.schema import SUPPORTED, UnitRun
 from tests.policy.written import RIGHT, family, mounting, refused, write
 from tests.small import gpt2, llama
 
@@ -45,11 +45,11 @@ def test_a_model_gets_the_one_variant_that_fits(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UnsupportedModelError) as info:
         find_policy(gpt2(n_inner=7))
     assert str(info.value).startswith(
-        "no policy fits this config of model_type 'gpt2': narrow wants {'n_inner': 5}; wide wants {'n_inner': 6} and "
+        "no policy supports this config of model_type 'gpt2': narrow needs {'n_inner': 5}; wide needs {'n_inner': 6} and "
         "class GPT2LMHeadModel."
     )
     path.write_text(path.read_text().replace("n_inner: 6", "n_layer: 2"))
-    with refused(f"{path}:6 and {path}:9 both match model_type gpt2: narrow one of them with match.config"):
+    with refused(f"{path}:6 and {path}:9 both match model_type gpt2: restrict one of them with match.config"):
         find_policy(gpt2(n_inner=5))
 
 
@@ -88,12 +88,12 @@ def test_two_variants_that_extend_each_other(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_is_given_is_one(tmp_path: Path) -> None:
-    with refused("policy text:2: a policy that is given is one policy, and 'variants' holds 3: narrow, wide, other"):
+    with refused("policy text:2: expected one policy, got 3 in 'variants': narrow, wide, other"):
         read_user_policy(FAMILY)
     path = family(tmp_path)
     with refused(
-        f"{path} holds 3 policies, and one is wanted. Write one that extends it: {{extends: narrow}}, or one of "
-        "wide, other"
+        f"{path} holds 3 policies, expected one\n  Write a policy that extends one of them: {{extends: narrow}}, or one "
+        "of wide, other"
     ):
         read_user_policy(path)
 
@@ -105,7 +105,7 @@ def test_a_module_is_mounted_inside_each_block(tmp_path: Path) -> None:
     path = mounting(tmp_path, "blocks: {path: h, extends: {deep?.attn: module}, modules: {ln: replicated}}\n")
     (tower,) = load_policy(path).towers
     assert list(tower.blocks) == ["deep?.attn.q", "deep?.attn.o", "deep?.attn.norm?", "ln"]
-    assert tower.blocks["deep?.attn.q"].parts == (Part("heads", "block.deep.attn.width"),)
+    assert tower.blocks["deep?.attn.q"].parts == (UnitRun("heads", "block.deep.attn.width"),)
     assert tower.units["heads"].count == "block.deep.attn.num_heads"
     assert list(tower.block_attributes) == ["deep?.attn.num_heads"] and list(tower.block_inputs) == ["deep?.attn.alibi"]
     assert str(tower.blocks["deep?.attn.o"].where) == f"{tmp_path}/module.yaml:5"
@@ -114,12 +114,14 @@ def test_a_module_is_mounted_inside_each_block(tmp_path: Path) -> None:
 def test_a_module_is_mounted_twice_if_the_file_says_how_many_units_there_are(tmp_path: Path) -> None:
     mounts = "blocks: {path: h, extends: {a: module, b: module}, modules: {}}\n"
     with pytest.raises(
-        PolicyError, match=r"module\.yaml:1: 'units.heads' contradicts .*module\.yaml:1; say here which"
+        PolicyError, match=r"module\.yaml:1: 'units.heads' contradicts .*module\.yaml:1; set it in this file"
     ):
         load_policy(mounting(tmp_path, mounts))
     (tower,) = load_policy(mounting(tmp_path, mounts + "units: {heads: num_heads}\n")).towers
     assert [rule for rule in tower.blocks if rule.endswith("q")] == ["a.q", "b.q"]
-    assert tower.blocks["b.q"].parts == (Part("heads", "block.b.width"),) and tower.units["heads"].count == "num_heads"
+    assert (
+        tower.blocks["b.q"].parts == (UnitRun("heads", "block.b.width"),) and tower.units["heads"].count == "num_heads"
+    )
 
 
 def test_a_tower_is_mounted_below_a_module_of_the_base_model(tmp_path: Path) -> None:
@@ -161,7 +163,7 @@ def test_the_default_range_is_that_of_the_package() -> None:
 def test_a_model_type_with_a_range_of_its_own() -> None:
     policy = read_user_policy(PLAIN % ', transformers: {gpt2: "<5"}')
     assert (policy.range_of("gpt2"), policy.range_of("gpt3"), policy.transformers) == ("<5", SUPPORTED, SUPPORTED)
-    with pytest.raises(UnsupportedModelError, match=r"model_type 'gpt2' holds for transformers <5, installed is 5\."):
+    with pytest.raises(UnsupportedModelError, match=r"model_type 'gpt2' needs transformers <5, got 5\."):
         find_policy(gpt2(), policy)
     assert find_policy(gpt2(), PLAIN % ', transformers: {gpt3: "<5"}').name == "user"
     for wrong, message in (

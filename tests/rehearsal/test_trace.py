@@ -147,7 +147,7 @@ def test_an_attempt_of_an_elastic_job_has_a_folder_of_its_own(tmp_path: Path) ->
     ("arguments", "text"),
     [
         (["--trace", "nowhere/step.json"], "--trace nowhere/step.json: the folder nowhere does not exist"),
-        (["--config", "c.yaml", "--zero", "1"], "--config c.yaml has the sizes: leave out --tp, --pp, --cp, --ep"),
+        (["--config", "c.yaml", "--zero", "1"], "--config c.yaml is not supported with --tp, --pp, --cp, --ep"),
         (["--optimizer", "lion"], "optimizer='lion' is none of adamw, adam, sgd, sgd-momentum, muon, nor a function"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_list_that_repeats_itself_for_each_expert() -> None:
     check(lambda: toy(Holder, n_experts=3), batches(), 2, policy=policy)
 
 
-OTHER = "  If this module has another size, give a policy that replicates it: blocks: {modules: {inner.up: replicated}}"
+OTHER = "  If this module has another size, use a policy that replicates it: blocks: {modules: {inner.up: replicated}}"
 
 
 def test_a_list_repeats_itself_in_modules_too_and_at_least_once() -> None:
@@ -122,11 +122,12 @@ def test_a_list_repeats_itself_in_modules_too_and_at_least_once() -> None:
     model = share(toy(lambda config: MLP(config, nn.Linear(1, 10))), toy_policy(FFN, rules), 2, 0)
     assert model.layers[0].between.weight.shape == (6, 1)
     for repeat, message in [
-        ("0", "'repeat' of inner.up is 0=0, which is no count"),
+        ("0", "'repeat' of inner.up must be a positive integer; got 0=0"),
         ("n_expert", "'inner.up' is n_expert, which ToyConfig lacks. Did you mean 'n_experts'?"),
         (
             "2",
-            "inner.up has 30 features, [ffn, ffn, ffn, ffn] describes 20 equal parts: 30 / 20 is not whole\n" + OTHER,
+            "inner.up has 30 features, [ffn, ffn, ffn, ffn] describes 20 equal parts: 30 / 20 is not an integer\n"
+            + OTHER,
         ),
     ]:
         policy = toy_policy(FFN, {**STACKED, "inner.up": {"sharded": ["ffn", "ffn"], "repeat": repeat}})

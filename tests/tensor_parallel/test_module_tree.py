@@ -67,13 +67,13 @@ def _without_output(model: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "an adapter": (_adapter, "2 parameters of LlamaForCausalLM came after autopar.initialize"),
+    "an adapter": (_adapter, "2 parameters were added to LlamaForCausalLM after autopar.initialize"),
     "a new head": (_new_head, "lm_head.weight"),
     "spectral_norm": (_spectral_norm, "gate_proj"),
     "weight_norm": (_weight_norm, "up_proj.parametrizations.weight.original"),
     "pruning": (_pruned, "model.layers.0.mlp.down_proj of LlamaForCausalLM, a RowParallelLinear since"),
     "a whole weight": (_whole_weight, "lm_head.weight"),
-    "whole data": (_whole_data, "lm_head.weight of LlamaForCausalLM has another shape than autopar.initialize gave it"),
+    "whole data": (_whole_data, "lm_head.weight of LlamaForCausalLM must keep the shape of its shard"),
     "no output": (_without_output, "model.layers.1.self_attn.o_proj of LlamaForCausalLM"),
 }
 
@@ -139,5 +139,5 @@ def test_a_module_that_only_one_rank_replaces_leaves_no_rank_waiting():
     model(IDS)
     if dist.get_rank() == 0:
         _adapter(model)
-    with pytest.raises(ConfigError if dist.get_rank() == 0 else ConsistencyError, match="came after autopar"):
+    with pytest.raises(ConfigError if dist.get_rank() == 0 else ConsistencyError, match="were added to"):
         model(IDS)

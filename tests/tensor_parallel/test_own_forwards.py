@@ -28,9 +28,9 @@ def test_a_patched_layer_is_named_and_another_module_may_be_patched() -> None:
     with pytest.raises(ConfigError) as info:
         _check(model)
     assert str(info.value) == (
-        "model.layers.1.self_attn.o_proj (row, tensor_parallel_size=2) has a forward that was set on the object: it "
-        "would be called\n  in the place of the sharded one, and results would be wrong.\n"
-        "  Use register_forward_hook or register_forward_pre_hook, or a subclass in the layer's place."
+        "model.layers.1.self_attn.o_proj (row, tensor_parallel_size=2) must not have a forward set on the object: it "
+        "would replace the\n  sharded forward, and results would be wrong.\n"
+        "  Use register_forward_hook or register_forward_pre_hook, or replace the layer by a subclass."
     )
     _check(model, tp=1)
     del patched.forward

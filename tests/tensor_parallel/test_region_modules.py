@@ -294,9 +294,9 @@ def test_an_argument_that_is_the_same_for_all_must_not_be_learned() -> None:
 
 def test_an_input_that_forward_does_not_take_or_nobody_can_count() -> None:
     for path, message in [
-        ("biass", "forward of  (Biased) takes no 'biass'. Did you mean 'bias'?"),
-        ("q.weights", "forward of q (Linear) takes no 'weights'."),
-        ("q.weight.x", "q.weight is no module, it has no forward that takes 'x'"),
+        ("biass", "forward of  (Biased) has no argument 'biass'. Did you mean 'bias'?"),
+        ("q.weights", "forward of q (Linear) has no argument 'weights'."),
+        ("q.weight.x", "q.weight must be a module whose forward has the argument 'x'"),
         ("k.input", "Biased has no module 'k'"),
     ]:
         with pytest.raises(PolicyError) as info:

@@ -348,5 +348,5 @@ def test_options_that_do_not_fit() -> None:
     }.items():
         with pytest.raises(ConfigError, match=message):
             parse({"loss": dict([option])})
-    with pytest.raises(ConfigError, match=r"loss\.chunk=8 makes no whole logits, which loss\.gather_logits"):
+    with pytest.raises(ConfigError, match=r"loss\.chunk=8 is not supported with loss\.gather_logits"):
         parse({"loss": {"chunk": 8, "gather_logits": "always"}})

@@ -236,7 +236,7 @@ def test_two_models_are_not_mixed_up() -> None:
     models = [parallel(gpt2(seed=seed), 2) for seed in (0, 1)]
     outputs = [model(ids).logits for model in models]
     mine = outputs if dist.get_rank() == 0 else outputs[::-1]
-    with pytest.raises(ConsistencyError, match=r"do not read the same: rank 0 reads .* of model \d+; rank 1"):
+    with pytest.raises(ConsistencyError, match=r"read different values: rank 0 reads .* of model \d+; rank 1"):
         mine[0].argmax(-1)
     for output, seed in zip(outputs, (0, 1), strict=True):
         close(output + 0, gpt2(seed=seed)(ids).logits, "each by itself")

@@ -135,11 +135,15 @@ def test_bare_parameters_buffers_and_the_columns_of_an_embedding_on_three() -> N
 @pytest.mark.parametrize(
     ("path", "rule", "message"),
     [
-        ("sinks", {"sharded": "heads", "dim": 1}, "sinks has 1 dims, the rule shards dim 1"),
-        ("distance", {"sharded": "heads", "dim": 2}, "distance.weight has 2 dims, the rule shards dim 2"),
+        ("sinks", {"sharded": "heads", "dim": 1}, "sinks has 1 dims, but the rule shards dim 1"),
+        ("distance", {"sharded": "heads", "dim": 2}, "distance.weight has 2 dims, but the rule shards dim 2"),
         ("slopes", "replicated", "slopes is a buffer, which can only be 'sharded'"),
         ("sinks", {"row": "heads"}, "sinks is a bare parameter, which can only be 'replicated', 'sharded' or 'once'"),
-        ("scale", {"sharded": "heads"}, "scale has 2 features, [heads] describes 4 equal parts: 2 / 4 is not whole"),
+        (
+            "scale",
+            {"sharded": "heads"},
+            "scale has 2 features, [heads] describes 4 equal parts: 2 / 4 is not an integer",
+        ),
         ("sink", {"sharded": "heads"}, "Attention has no module 'sink'. Did you mean 'sinks'?"),
     ],
 )
@@ -171,7 +175,7 @@ def test_a_cut_module_tells_the_sizes_that_it_has(between: Any, attributes: tupl
 def test_a_norm_whose_mean_would_be_cut_is_refused(norm: Any) -> None:
     policy = toy_policy({"ffn": "ffn"}, {**MLP_RULES, "between": {"sharded": "ffn"}})
     with pytest.raises(
-        PolicyError, match=r"between takes a mean over what would be sharded: write \{norm_over: \.\.\.\}"
+        PolicyError, match=r"between computes a mean over sharded features and needs \{norm_over: \.\.\.\}"
     ):
         share(toy(lambda config: MLP(config, norm(6)), ffn=6), policy, 2, 1)
 
@@ -245,7 +249,7 @@ def test_a_tied_module_without_a_rule_that_cuts_it_is_refused() -> None:
         checked_plan(toy(Tied), toy_policy({"ffn": "ffn"}, MLP_RULES))
     assert str(info.value) == (
         "policy dict:blocks.modules.up: layers.0.inner.other.weight is the same tensor as layers.0.up.weight, "
-        "which this rule shards, but has no rule that shards it"
+        "which this rule shards, and needs a rule that shards it too"
     )
     with pytest.raises(
         PolicyError, match=r"inner.other.weight is the same tensor as layers.0.up.weight, but replicated here"
@@ -273,8 +277,8 @@ def test_a_weight_that_is_computed_is_refused_and_what_undoes_it_is_named(how: s
     else:
         getattr(parametrizations, how)(layer)
     words = (
-        "mlp.down_proj.weight is a Tensor, no parameter: it is computed from others, as pruning, weight_norm or "
-        "spectral_norm do.\n  Make it one before initialize: torch.nn.utils.prune.remove(module, 'weight'), or\n  "
+        "mlp.down_proj.weight must be a parameter; got a Tensor, as of pruning, weight_norm or "
+        "spectral_norm.\n  Make it a parameter before initialize: torch.nn.utils.prune.remove(module, 'weight'), or\n  "
         "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')."
     )
     with pytest.raises(PolicyError, match=re.escape(words)):

@@ -100,7 +100,7 @@ def test_a_size_that_one_tower_does_not_fit_says_which(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("path: writes.*", "path: write.*", "Pair has no module 'write.*'. Did you mean 'writes.1'?"),
-        ("path: writes.*", "path: writes.*.0", "blocks.path 'writes.*.0' is no ModuleList of Pair"),
+        ("path: writes.*", "path: writes.*.0", "blocks.path 'writes.*.0' must be a ModuleList of Pair"),
         ("config: writer", "config: writter", "tower 'writer' reads config.writter, which ToyConfig lacks"),
         ("norm: replicated", "norms: replicated", "Pair has no module 'norms'. Did you mean 'norm'?"),
         ("{scale: replicated}", "{}", "no rule covers 1 parameters of Pair: scale."),
@@ -166,7 +166,7 @@ def test_a_model_inside_is_sharded_by_its_own_policy() -> None:
 def test_a_model_inside_without_a_policy_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^no policy lists model_type 'nobodys_inner' of GPT2Model\."):
         checked_plan(two("nobodys_inner"), INSIDE)
-    with pytest.raises(PolicyError, match=r"^policy dict:models: layers.0 is a MLP, which has no policy of its own$"):
+    with pytest.raises(PolicyError, match=r"^policy dict:models: layers.0 is a MLP, for which there is no policy$"):
         checked_plan(two(), {**INSIDE, "models": ["inner", "layers.*"]})
     with pytest.raises(PolicyError, match=r"^policy dict:models: Two has no module 'iner'. Did you mean 'inner'\?"):
         checked_plan(two(), {**INSIDE, "models": ["iner"]})

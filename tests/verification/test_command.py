@@ -22,8 +22,8 @@ from tests.random_models import batches, build, cases
         (["llama", "--tp", "2", "--dtype", "fp32"], "--dtype fp32 must be one of float64, float32, bfloat16, float16."),
         (["llama", "--tp", "2", "--task", "classify"], "'classify' is not a task or a class of llama."),
         (["llama", "--tp", "2", "--task", "masked"], "llama has no class for the task 'masked'; it has LlamaFor"),
-        (["llama", "--sp", "--pp", "2"], "--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more"),
-        (["llama", "--tp", "2", "--config", "c.yaml"], "--config c.yaml has the sizes: leave out --tp, --pp, --cp"),
+        (["llama", "--sp", "--pp", "2"], "--sp shards sequences over tensor-parallel ranks and needs --tp 2 or more"),
+        (["llama", "--tp", "2", "--config", "c.yaml"], "--config c.yaml is not supported with --tp, --pp, --cp"),
         (["llama", "--tp", "2", "--device", "tpu"], "device must be cpu or cuda, not 'tpu'"),
         (["gpt2", "--tp", "2", "--batches", "nowhere.py:batches"], "nowhere.py does not exist"),
     ],
@@ -72,7 +72,7 @@ def test_a_module_and_batches_of_a_script(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.tier("all")
-@pytest.mark.filterwarnings("ignore:how save_pretrained converts:UserWarning")
+@pytest.mark.filterwarnings("ignore:the conversion of .* in save_pretrained:UserWarning")
 @pooled(world_size=2)
 def test_a_merged_checkpoint_with_the_names_in_memory_is_compared_with_those() -> None:
     """Tensors of this type are computed for the hub, so that merging keeps their names in memory."""

@@ -23,7 +23,7 @@ from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
 from autopar.plan.rules import TensorRule
 from autopar.plan.units import UnitTable
-from autopar.policy.schema import BY_EXPERT, HIDDEN, Part, Rule
+from autopar.policy.schema import BY_EXPERT, HIDDEN, Rule, UnitRun
 from autopar.stored import StandIn
 
 # Rules of plans for modules that have experts, are one, or call them.
@@ -76,7 +76,7 @@ def shard_by_expert(
         if match.path in mixtures:
             if match.path not in listed:
                 attributes.append(_check(match))
-            experts = replace(match.rule, kind="experts", parts=(Part(str(match.rule.by_expert)),))
+            experts = replace(match.rule, kind="experts", parts=(UnitRun(str(match.rule.by_expert)),))
             rules = partial(_rules_of, root=root) if isinstance(match.module, nn.Module) else None
             result.append(replace(match, rule=replace(experts, opens=False, closes=False), rules=rules))
         elif holder and match.rule.kind == "once" and isinstance(match.module, nn.Module):
@@ -89,12 +89,12 @@ def shard_by_expert(
     return result, attributes, MIXTURES
 
 
-def _stacked(match: RuleMatch, unit: str) -> tuple[Part, ...]:
+def _stacked(match: RuleMatch, unit: str) -> tuple[UnitRun, ...]:
     """Return the parts along dim 0 of a parameter: the experts, and rows after them that no expert reads."""
     assert isinstance(match.module, torch.Tensor)
     count, rows = match.count(unit), match.module.shape[0]
     beyond = match.rule.repeat is None and count is not None and rows > count
-    return (Part(unit, "1"), Part(HIDDEN)) if beyond else (Part(unit),)
+    return (UnitRun(unit, "1"), UnitRun(HIDDEN)) if beyond else (UnitRun(unit),)
 
 
 def _check(match: RuleMatch) -> AttributePlan:
@@ -116,7 +116,7 @@ def _check(match: RuleMatch) -> AttributePlan:
             f"expert_parallel_size: {match.path} ({kind}) chooses its experts inside, it cannot be sharded by expert. "
             "Leave it out: each expert is sharded instead."
         )
-    layout = match.layout((Part(unit),), 0, experts)
+    layout = match.layout((UnitRun(unit),), 0, experts)
     values = tuple(layout.local_size(rank) for rank in range(table.size))
     return AttributePlan(match.path, name, str(match.rule.where), experts, values)
 
@@ -133,7 +133,7 @@ def _rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
     where, names = str(match.rule.where), expert_names(module)
     unit = str(match.rule.by_expert)
     count = match.count(unit)
-    layout = match.layout((Part(unit),), 0, len(names) or count or 0)
+    layout = match.layout((UnitRun(unit),), 0, len(names) or count or 0)
     if not names:
         yield TensorRule(ModulePlan(match.path, "experts", where, layout))
         return

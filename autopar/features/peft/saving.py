@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autopar.checkpoint.arguments import absolute
-from autopar.checkpoint.hf_weights import WholeWeights
+from autopar.checkpoint.hf_weights import FullWeights
 from autopar.checkpoint.methods import PART, counted, refused
 from autopar.checkpoint.save import Snapshot, prepare_alike, snapshot
 from autopar.checkpoint.staging import fsync
@@ -202,8 +202,8 @@ class Adapters:
 
     def whole(self, local: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the adapters from this rank's tensors, one after the other. Collective."""
-        weights = WholeWeights(self.state, local)
-        yield from ((name, weights.whole(name)) for name in sorted(self.names))
+        weights = FullWeights(self.state, local)
+        yield from ((name, weights.gather(name)) for name in sorted(self.names))
 
     def write(self, target: Path, local: dict[str, torch.Tensor]) -> None:
         """Write the adapters that all ranks hold. Collective."""

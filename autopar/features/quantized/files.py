@@ -22,7 +22,7 @@ from torch import nn
 from transformers.integrations.mxfp4 import Mxfp4Dequantize, convert_moe_packed_tensors
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.state import State
 from autopar.compat.tensors import own_parameters
 from autopar.compat.transformers import INITIALIZED
@@ -251,7 +251,7 @@ class Base:
         return tensors, notes
 
     @staticmethod
-    def restore(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:
+    def restore(model: nn.Module, state: State, shards: ShardReader, *, check: bool = False) -> None:
         """Read this rank's shards of quantized weights, or only ``check`` that they fit, else raise CheckpointError."""
         saved = shards.manifest.quantized
         found: dict[str, Any] = {**stored_weights(model)}

@@ -83,7 +83,7 @@ def verify(
 
     Raises:
         ConfigError: The call is wrong, or no inputs are known for the model. A refusal of ``initialize`` is a row of
-        the report, not an error.
+            the report, not an error.
     """
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device must be cpu or cuda, not {device!r}")

@@ -22,7 +22,7 @@ from tests.worlds import raises_everywhere
 
 def test_a_contradiction_of_the_config() -> None:
     config = {"model_parallelism": {"context_parallel_size": 2}, "compile": {"enable": True}}
-    with pytest.raises(ConfigError, match="context_parallel_size=2 does not go with compile"):
+    with pytest.raises(ConfigError, match="context_parallel_size=2 is not supported with compile"):
         ParallelConfig.parse(config)
 
 

@@ -30,8 +30,8 @@ def test_an_optimizer_that_draws_random_numbers_is_refused() -> None:
     with pytest.raises(ConfigError) as info:
         autopar.initialize(model, {"ep": 2}, optimizer=Noisy(model.parameters(), lr=0.1))
     assert str(info.value) == (
-        "Noisy draws random numbers, others on each replica, and with expert_parallel_size=2 the ranks of several "
-        "replicas step one model's experts.\n  Use an optimizer that draws none."
+        "Noisy draws random numbers, which differ between replicas, and is not supported with expert_parallel_size=2, "
+        "where replicas share experts.\n  Use an optimizer without random numbers."
     )
 
 
@@ -139,8 +139,8 @@ def test_fully_shard_over_all_replicas_is_refused() -> None:
     with pytest.raises(ConfigError) as info:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert str(info.value) == (
-        "fully_shard would shard experts over all replicas: with expert_parallel_size=2 above tensor_parallel_size=1 "
-        "replicas hold\n  different ones. Use DistributedDataParallel, autopar.average_gradients, or zero: {stage: 3}."
+        "fully_shard is not supported with expert_parallel_size=2 above tensor_parallel_size=1: replicas hold\n  "
+        "different experts. Use DistributedDataParallel, autopar.average_gradients, or zero: {stage: 3}."
     )
     model.mpu.destroy()
 
@@ -153,9 +153,9 @@ def test_experts_that_share_a_weight_are_refused_with_zero_3() -> None:
     with pytest.raises(ConfigError) as info:
         autopar.initialize(model, {"ep": 2, "zero": {"stage": 3}})
     assert str(info.value) == (
-        "zero.stage=3 does not go with expert_parallel_size=2 above tensor_parallel_size=1 where\n  experts share a "
-        "weight, as model.layers.0.mlp.experts.down_proj and model.layers.1.mlp.experts.down_proj do: torch's FSDP2 "
-        "would make two of it. Use zero.stage 1."
+        "zero.stage=3 is not supported with expert_parallel_size=2 above tensor_parallel_size=1 and tied experts "
+        "(model.layers.0.mlp.experts.down_proj and model.layers.1.mlp.experts.down_proj)\n  Use zero.stage 1; torch's "
+        "FSDP2 would untie the weight."
     )
 
 
@@ -171,8 +171,8 @@ def test_what_shares_out_all_parameters_is_refused() -> None:
     with pytest.raises(ConfigError) as info:
         optimizer.step()
     assert str(info.value) == (
-        "ZeroRedundancyOptimizer would give one replica's experts to all: with expert_parallel_size=4 above\n  "
-        "tensor_parallel_size=2 replicas hold different ones. Use zero: {stage: 1} in autopar's config."
+        "ZeroRedundancyOptimizer is not supported with expert_parallel_size=4 above tensor_parallel_size=2: replicas\n"
+        "  hold different experts. Use zero: {stage: 1} in autopar's config."
     )
     with pytest.raises(ConfigError, match="expert_parallel_size=4 above tensor_parallel_size=2: DeepSpeed averages"):
         _check_mesh(model, model.mpu)

@@ -144,7 +144,7 @@ def test_without_the_feature_a_mixture_is_sharded_over_two_and_refused_on_two_re
         loss = model(**batch(0, 1)).loss
     assert str(raised.value) == (
         "the auxiliary loss of the routers of MixtralForCausalLM over 2 replicas needs the feature 'experts', which is "
-        "not installed.\n  Installed: none. Put the folder autopar/features/experts back."
+        "not installed.\n  Installed: none. Restore the folder autopar/features/experts."
     )
     torch.testing.assert_close(loss, mixtral()(**batch(0, 1)).loss)
 

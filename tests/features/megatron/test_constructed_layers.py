@@ -153,7 +153,7 @@ def test_an_mlp_as_in_megatron() -> None:
     plain = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 3))
     close(sequential(x).detach(), plain(x).detach(), "a Sequential")
     assert sequential[0](x).shape == (5, (4, 3)[mpu.tp.rank])
-    with pytest.raises(ConfigError, match="ColumnParallelLinear at 0 was built parallel by hand: initialize takes"):
+    with pytest.raises(ConfigError, match="ColumnParallelLinear at 0 is a parallel layer already; initialize needs"):
         autopar.initialize(sequential, policy={"units": {"f": "inferred"}, "prefix": {"0": {"column": "f"}}})
 
 

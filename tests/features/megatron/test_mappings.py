@@ -209,7 +209,7 @@ def test_what_a_group_may_be(transport):
     assert axis_of(mpu.pp) is mpu.pp
     axis = axis_of(mpu.get_tensor_parallel_group())
     assert (axis.ranks, axis.rank, axis.size) == (mpu.tp.ranks, rank % 4, 4)
-    with pytest.raises(ConfigError, match="group must be a torch ProcessGroup or an MPU, not NoneType"):
+    with pytest.raises(ConfigError, match="group must be a torch ProcessGroup or an MPU, got NoneType"):
         gather_from_sequence_parallel_region(torch.ones(1))
     others = dist.new_group([0, 1])
     if rank > 1:

@@ -194,7 +194,7 @@ def test_wrong_arguments_are_the_same_error_on_every_rank(transport):
         ),
         ({"label_smoothing": 1.5}, "label_smoothing must be between 0 and 1, not 1.5"),
         ({"reduction": "avg"}, "reduction must be 'none', 'mean' or 'sum', not 'avg'"),
-        ({"group": None}, "group must be a torch ProcessGroup or an MPU, not NoneType"),
+        ({"group": None}, "group must be a torch ProcessGroup or an MPU, got NoneType"),
     ]:
         with raises_everywhere(ConfigError, text):
             vocab_parallel_cross_entropy(**{"logits": logits, "target": target, "group": mpu, **arguments})

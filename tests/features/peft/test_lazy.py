@@ -104,7 +104,7 @@ def test_files_of_an_adapter_are_for_a_parallelized_model(tmp_path: Path):
     ]
     for call in calls:
         with raises_everywhere(
-            ConfigError, "holds an adapter, whose values are read after", "model.load_adapter(folder"
+            ConfigError, "holds an adapter, which lazy_init does not support", "model.load_adapter(folder"
         ):
             call()
     model = inside(lambda: AutoModelForCausalLM.from_pretrained(base))  # as the error says

@@ -225,7 +225,7 @@ def test_refusals(tmp_path: Path) -> None:
     model.merge_adapter()  # PEFT quantizes each rank's part anew
     with raises_everywhere(ConfigError, "since autopar.initialize, holds bias, weight now", "deparallelize(model), ch"):
         model(IDS)
-    with raises_everywhere(ConfigError, "zero.stage=3 does not go with quantized weights, such as"):
+    with raises_everywhere(ConfigError, "zero.stage=3 is not supported with quantized weights, such as"):
         autopar.initialize(adapted("torchao float8"), {"zero": {"stage": 3}})
     fp32: Any = adapted("torchao float8")
     optimizer = torch.optim.AdamW([p for p in fp32.parameters() if p.requires_grad])

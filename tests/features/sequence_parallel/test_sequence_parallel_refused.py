@@ -55,7 +55,7 @@ def test_blocks_that_mix_rows_are_refused_and_nothing_is_changed() -> None:
 
 
 def test_compiled_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="sequence_parallel does not go with compile"):
+    with pytest.raises(ConfigError, match="sequence_parallel is not supported with compile"):
         ParallelConfig.parse({**SIZES, "compile": {"enable": True}})
 
 

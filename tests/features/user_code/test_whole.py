@@ -219,5 +219,5 @@ def test_a_penalty_through_stages_counts_each_parameter_once() -> None:
     model.eval()
     evaluated = model.execute_pipeline(batch, penalty=penalty, broadcast_loss=True).loss
     close(evaluated, loss.detach(), "evaluated")
-    with pytest.raises(ConfigError, match="penalty= must return one number, not a tensor of"):
+    with pytest.raises(ConfigError, match="penalty= must return one number, got a tensor of"):
         model.execute_pipeline(batch, penalty=lambda own: next(iter(own.values())).flatten())
