@@ -58,7 +58,7 @@ def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterato
         lambda: (local_tensors(root, fsdp=True), _buckets(state, parse_size(bucket_size))),
         lambda _: {"hf_weights": str(bucket_size), "tensors": len(state.plan.tensors)},
     )
-    return WholeWeights(state, local).run(buckets)
+    return FullWeights(state, local).run(buckets)
 
 
 def _buckets(state: State, limit: int) -> list[list[TensorPlan]]:
@@ -78,7 +78,7 @@ def _buckets(state: State, limit: int) -> list[list[TensorPlan]]:
     return buckets
 
 
-class WholeWeights:
+class FullWeights:
     """The full weights of a model, gathered one after the other on every rank from ``local``, by canonical names."""
 
     def __init__(self, state: State, local: dict[str, torch.Tensor]) -> None:
@@ -117,14 +117,14 @@ class WholeWeights:
     @torch.no_grad()
     def _written(self, tensor: TensorPlan) -> Iterator[tuple[str, torch.Tensor]]:
         if tensor.saved_as is not None:
-            yield tensor.saved_as, self.whole(tensor.name)
+            yield tensor.saved_as, self.full(tensor.name)
             return
-        stored = functools.cache(lambda name: InMemory(self.whole(name)))
+        stored = functools.cache(lambda name: InMemory(self.full(name)))
         for piece in tensor.pieces:
             yield piece.name, open_piece(piece, tensor.name, stored).read().to(self.mpu.device)
 
     @torch.no_grad()
-    def whole(self, name: str) -> torch.Tensor:
+    def full(self, name: str) -> torch.Tensor:
         """Gather a tensor; a collective of the replica, and of the replicas where FSDP2 shards over them."""
         mpu, plan, held = self.mpu, self.state.plan.tensors[name], self.local.get(name)
         shard = self.state.gather_rows(name, held) if isinstance(held, DTensor) else held

@@ -27,7 +27,7 @@ from autopar.distributed.collectives import copy, gather, reduce_, scatter, sum_
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.regions import CONV1D, LINEAR, Region, WeightGradient, attach
-from autopar.tensor_parallel.sharded_logits import Head, HeadState, Shards, sharded_logits
+from autopar.tensor_parallel.sharded_logits import Head, HeadState, VocabShard, sharded_logits
 
 
 class ParallelLayer:
@@ -158,9 +158,9 @@ class Column(ParallelLayer):
         if self.chunk and x.dtype == weight.dtype and not autocast:
             x = x if self.autopar.inside else self.region.enter(x)
             head = Head(weight, bias, HeadState([p for p in (weight, bias) if p is not None]))
-            return sharded_logits(Shards(x, self.tp, layout, x.dtype, name, self.chunk, head))
+            return sharded_logits(VocabShard(x, self.tp, layout, x.dtype, name, self.chunk, head))
         y = self._product(x, weight, bias)  # [..., vocab/tp]
-        return sharded_logits(Shards(y, self.tp, layout, y.dtype, name))
+        return sharded_logits(VocabShard(y, self.tp, layout, y.dtype, name))
 
 
 class Row(ParallelLayer):

@@ -27,7 +27,7 @@ from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from autopar.tensor_parallel.sharded_logits import Shards
+    from autopar.tensor_parallel.sharded_logits import VocabShard
 
 
 def reduced(
@@ -227,7 +227,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_cross_entropy(
-    shards: Shards, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
+    shards: VocabShard, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
 ) -> torch.Tensor:
     """Compute ``F.cross_entropy`` from this rank's part of logits ``[tokens, vocab]`` or ``[vocab]``.
 
@@ -257,7 +257,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shards: Shards, targets: Targets, smoothing: float, widths: list[int], *inputs: torch.Tensor
+        ctx: Any, shards: VocabShard, targets: Targets, smoothing: float, widths: list[int], *inputs: torch.Tensor
     ) -> torch.Tensor:
         keep_none(ctx)
         assert shards.head is not None

@@ -70,7 +70,7 @@ class Region:
             begins a forward, ``after_forward(model, output)`` when a model ends one; it returns the output.
         rows: Sequence shards of the running computation, or None: ``sum(y)`` sums the output of a region into this
             rank's shard; ``training`` is the mode of the module around it.
-        entered: Full sequence that entered the region: ``is_whole(x)`` returns whether ``x`` is it, ``enter()`` the
+        entered: Full sequence that entered the region: ``is_full(x)`` returns whether ``x`` is it, ``enter()`` the
             input of layers, ``late_weight(weight, gradient)`` the object that a layer attaches to its output.
         beginning: Functions of the model, called when a forward begins, before ranks compare; each returns values by
             name that must be identical on all ranks.
@@ -196,7 +196,7 @@ class Region:
             return x  # nothing to sum; also inference tensors, which have no version
         if not shared:
             return copy(x, self.axis)
-        if self.entered is not None and self.rows is not None and self.entered.is_whole(x):
+        if self.entered is not None and self.rows is not None and self.entered.is_full(x):
             return self.entered.enter()
         # In a graph of torch.compile there are no versions: there torch itself refuses a copy of what has changed.
         version = 0 if torch.compiler.is_compiling() else version_of(x)
@@ -213,7 +213,7 @@ class Region:
             The copy, and the object that the layer attaches to its output; None if the layer is not the first reader of
             ``x``, or nothing would overlap. With rows every layer attaches something.
         """
-        if self.entered is not None and self.entered.is_whole(x) and can_compute_late(x, weight):
+        if self.entered is not None and self.entered.is_full(x) and can_compute_late(x, weight):
             return self.enter(x), self.entered.late_weight(weight, gradient)
         small = x.numel() < _LEAST
         if self.tracking is not None or small or not can_overlap(x, weight, self.axis):

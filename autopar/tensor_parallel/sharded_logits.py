@@ -34,13 +34,13 @@ from autopar.distributed.collectives import all_gather, copy, scatter
 from autopar.errors import ConsistencyError
 from autopar.layout import Layout
 from autopar.tensor_parallel.loss import sharded_cross_entropy
-from autopar.tensor_tracking import WholeOnRead, without_overrides
+from autopar.tensor_tracking import LazyGatherTensor, without_overrides
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 Gradients = Callable[..., Sequence[torch.Tensor | None]]
 
 
-class LogitsPart(ABC):
+class LogitsShard(ABC):
     """This rank's part of full logits. Immutable.
 
     Attributes:
@@ -74,7 +74,7 @@ class LogitsPart(ABC):
         return ()
 
     @abstractmethod
-    def detached(self) -> LogitsPart:
+    def detached(self) -> LogitsShard:
         """Return the same part without gradients."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class LogitsPart(ABC):
         """Return the full logits. A collective of the axis."""
 
     @abstractmethod
-    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsPart | None:
+    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsShard | None:
         """Return the part after ``full.name(*args, **kwargs)``, or None if that needs the full logits."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class _Family:
 
     def __init__(self) -> None:
         self.members: list[weakref.ref[ShardedLogits]] = []  # in the order in which they were made
-        self.is_whole = False
+        self.is_full = False
 
     def read(self) -> None:
         """Make plain tensors of all of them. A collective of the axis."""
@@ -125,29 +125,29 @@ class _Family:
         with torch.inference_mode(False):
             for member in living:
                 member.materialize()
-        self.is_whole = True
+        self.is_full = True
 
 
-class ShardedLogits(WholeOnRead):
+class ShardedLogits(LazyGatherTensor):
     """The full logits, of which this rank has a part; made by :func:`sharded_logits`.
 
     Raises:
         ConsistencyError: on reading, if other ranks of the axis do not read the same within its ``read_timeout``.
     """
 
-    part: LogitsPart
+    part: LogitsShard
     _origin: _Origin
     _family: _Family
     _source: Callable[[], ShardedLogits | None]  # its source, if they may share memory and that still lives
     _step: Change | None
     _node: Any  # its place in the graph, as it was made
-    _whole: torch.Tensor | None
+    _full: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, part: LogitsPart) -> ShardedLogits:
+    def __new__(cls, part: LogitsShard) -> ShardedLogits:
         """Make a tensor that has the shape of the full logits and no memory; no graph, no family yet."""
         made: ShardedLogits = wrapper_subclass(cls, part.shape, dtype=part.dtype, device=part.inputs[0].device)
-        made.part, made._whole = part, None
+        made.part, made._full = part, None
         return made
 
     def held(self) -> str:
@@ -158,20 +158,20 @@ class ShardedLogits(WholeOnRead):
 
     def made_of(self) -> list[torch.Tensor]:
         """Return the full logits if they are there; else the inputs of this rank's part."""
-        return [self.whole()] if self.is_whole else self.part.inputs
+        return [self.full()] if self.is_full else self.part.inputs
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether code has read it."""
-        return self._family.is_whole
+        return self._family.is_full
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def whole(self) -> torch.Tensor:
+    def full(self) -> torch.Tensor:
         """Return the logits as a plain tensor, gathered. A collective of the axis the first time."""
-        if self._whole is None:
+        if self._full is None:
             self._family.read()
-        assert self._whole is not None
-        return self._whole
+        assert self._full is not None
+        return self._full
 
     def gathered(self) -> torch.Tensor:
         """Return a plain tensor at the same place in the graph. A collective that all ranks are known to join."""
@@ -180,7 +180,7 @@ class ShardedLogits(WholeOnRead):
     def materialize(self) -> None:
         """Make the plain tensor of these logits, from their source's or by gathering."""
         source = self._source()
-        if self._whole is not None:
+        if self._full is not None:
             return
         if source is not None:
             source.materialize()
@@ -188,14 +188,14 @@ class ShardedLogits(WholeOnRead):
             if source is None:
                 part = self.part
                 meet(part.axis, f"logits {list(part.shape)} of {part.name}", part.axis.read_timeout, part.advice)
-                self._whole = self.gathered()
+                self._full = self.gathered()
             else:
-                assert source._whole is not None and self._step is not None
-                self._whole = self._step(source._whole)
+                assert source._full is not None and self._step is not None
+                self._full = self._step(source._full)
 
     def has_parts(self) -> bool:
         """Return whether the part still describes the logits; not of the result of a C++ function."""
-        return not self._family.is_whole and self.grad_fn is self._node
+        return not self._family.is_full and self.grad_fn is self._node
 
     def after(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation on this rank's part, ``args`` being those after the logits; else None."""
@@ -206,7 +206,7 @@ class ShardedLogits(WholeOnRead):
             return None
         if name in _REPEATED:
             copied = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-            return sharded_logits(part, self, lambda whole: func(whole, *copied[0], **copied[1]))
+            return sharded_logits(part, self, lambda full: func(full, *copied[0], **copied[1]))
         return self if part is self.part and name != "clone" else sharded_logits(part, self)
 
     @classmethod
@@ -239,7 +239,7 @@ class ShardedLogits(WholeOnRead):
         return without_overrides(func, (self, hook), {}) if self._origin.lost else None
 
 
-def sharded_logits(part: LogitsPart, source: ShardedLogits | None = None, step: Change | None = None) -> ShardedLogits:
+def sharded_logits(part: LogitsShard, source: ShardedLogits | None = None, step: Change | None = None) -> ShardedLogits:
     """Return the full logits of which ``part`` is this rank's, with gradients to its inputs.
 
     Args:
@@ -250,7 +250,7 @@ def sharded_logits(part: LogitsPart, source: ShardedLogits | None = None, step: 
         part = part.detached()
     made: ShardedLogits = _Wrap.apply(part, *part.inputs)
     made._origin = _Origin() if source is None else source._origin
-    made._family, made._source, made._step, made._whole = _Family(), lambda: None, step, None
+    made._family, made._source, made._step, made._full = _Family(), lambda: None, step, None
     made._node = without_overrides(lambda: made.grad_fn, (), {})
     if source is not None and step is not None:
         keeps = source.grad_fn is None or made._node is not None  # one without a graph must not keep another's
@@ -282,7 +282,7 @@ class _Wrap(torch.autograd.Function):
     """From the inputs of the part to the full logits: their place in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, part: LogitsPart, *inputs: torch.Tensor) -> ShardedLogits:
+    def forward(ctx: Any, part: LogitsShard, *inputs: torch.Tensor) -> ShardedLogits:
         keep_none(ctx)
         ctx.gradients, ctx.again = part.gradients(), part.gradients_again()
         ctx.save_for_backward(*part.saved)
@@ -339,7 +339,7 @@ class HeadState:
 
 
 @dataclass(frozen=True)
-class Shards(LogitsPart):
+class VocabShard(LogitsShard):
     """This rank's columns of the logits, or the tensors that they are made of.
 
     Attributes:
@@ -378,7 +378,7 @@ class Shards(LogitsPart):
             return [self.rows]
         return [self.rows, *(x for x in (self.head.weight, self.head.bias) if x is not None)]
 
-    def of_inputs(self, inputs: list[torch.Tensor]) -> Shards:
+    def of_inputs(self, inputs: list[torch.Tensor]) -> VocabShard:
         """Return the same shards made of other ``inputs``."""
         if self.head is None:
             return replace(self, rows=inputs[0])
@@ -386,7 +386,7 @@ class Shards(LogitsPart):
             self, rows=inputs[0], head=Head(inputs[1], inputs[2] if len(inputs) > 2 else None, self.head.seen)
         )
 
-    def detached(self) -> Shards:
+    def detached(self) -> VocabShard:
         return self.of_inputs([x.detach() for x in self.inputs])
 
     def local(self) -> torch.Tensor:
@@ -398,14 +398,14 @@ class Shards(LogitsPart):
             local = change(local)
         return local
 
-    def settled(self) -> Shards:
+    def settled(self) -> VocabShard:
         """Return shards without a ``head``: the product is made now."""
         if self.head is None:
             return self
         self.head.check()
         return replace(self, rows=self.local(), head=None, changes=())
 
-    def change(self, function: Change) -> Shards:
+    def change(self, function: Change) -> VocabShard:
         """Do something to each element, in the logits' dtype."""
         dtype = self.dtype
         if self.head is None:
@@ -439,7 +439,7 @@ class Shards(LogitsPart):
             self.head.check()
         return all_gather(self.local(), self.axis, self.layout, -1).to(self.dtype)
 
-    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shards | None:
+    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VocabShard | None:
         operation = _OPERATIONS.get(name)
         return None if operation is None else operation(self, *args, **kwargs)
 
@@ -467,14 +467,14 @@ def asked_shape(whole: Sequence[int], shape: tuple[Any, ...], kwargs: dict[str, 
     return full if math.prod(full) == total else None
 
 
-def _reshape(shards: Shards, *shape: Any, **kwargs: Any) -> Shards | None:
+def _reshape(shards: VocabShard, *shape: Any, **kwargs: Any) -> VocabShard | None:
     full = asked_shape(shards.shape, shape, kwargs)
     if full is None or full[-1] != shards.layout.size:
         return None
     return replace(shards, rows=shards.rows.reshape(*full[:-1], shards.rows.shape[-1]))
 
 
-def _index(shards: Shards, index: Any) -> Shards | None:
+def _index(shards: VocabShard, index: Any) -> VocabShard | None:
     items = list(index) if isinstance(index, tuple) else [index]
     if not all(item is None or item is ... or isinstance(item, int | slice | torch.Tensor) for item in items):
         return None
@@ -495,7 +495,7 @@ def _dims(item: Any) -> int:
     return item.ndim if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
-def _to(shards: Shards, *args: Any, **kwargs: Any) -> Shards | None:
+def _to(shards: VocabShard, *args: Any, **kwargs: Any) -> VocabShard | None:
     wanted = [*args, *kwargs.values()]
     if set(kwargs) - {"dtype", "device"} or not wanted:
         return None
@@ -508,7 +508,7 @@ def _to(shards: Shards, *args: Any, **kwargs: Any) -> Shards | None:
     return _cast(shards, dtype)
 
 
-def _cast(shards: Shards, dtype: torch.dtype) -> Shards | None:
+def _cast(shards: VocabShard, dtype: torch.dtype) -> VocabShard | None:
     if not dtype.is_floating_point:
         return None
     if dtype == shards.dtype:
@@ -518,12 +518,12 @@ def _cast(shards: Shards, dtype: torch.dtype) -> Shards | None:
     return replace(shards, dtype=dtype)
 
 
-def _unary(function: Change) -> Callable[..., Shards | None]:
+def _unary(function: Change) -> Callable[..., VocabShard | None]:
     return lambda shards, *args, **kwargs: None if args or kwargs else shards.change(function)
 
 
-def _binary(function: Callable[[Any, Any], torch.Tensor]) -> Callable[..., Shards | None]:
-    def operate(shards: Shards, *args: Any, **kwargs: Any) -> Shards | None:
+def _binary(function: Callable[[Any, Any], torch.Tensor]) -> Callable[..., VocabShard | None]:
+    def operate(shards: VocabShard, *args: Any, **kwargs: Any) -> VocabShard | None:
         if len(args) != 1 or kwargs:
             return None
         other = args[0]
@@ -542,7 +542,7 @@ def _binary(function: Callable[[Any, Any], torch.Tensor]) -> Callable[..., Shard
     return operate
 
 
-def _operand(shards: Shards, other: torch.Tensor) -> torch.Tensor | None:
+def _operand(shards: VocabShard, other: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's part of a tensor that meets logits element by element; gradients are summed over the axis."""
     logits = torch.empty(shards.shape, dtype=shards.dtype, device="meta")
     try:
@@ -560,7 +560,7 @@ def _operand(shards: Shards, other: torch.Tensor) -> torch.Tensor | None:
     return other if shards.head is None else other.clone()  # it may change before it is used
 
 
-_OPERATIONS: dict[str, Callable[..., Shards | None]] = {
+_OPERATIONS: dict[str, Callable[..., VocabShard | None]] = {
     "view": _reshape,
     "reshape": _reshape,
     "__getitem__": _index,
@@ -569,7 +569,7 @@ _OPERATIONS: dict[str, Callable[..., Shards | None]] = {
     "double": lambda shards: _cast(shards, torch.float64),
     "half": lambda shards: _cast(shards, torch.float16),
     "bfloat16": lambda shards: _cast(shards, torch.bfloat16),
-    "detach": Shards.detached,
+    "detach": VocabShard.detached,
     **dict.fromkeys(("contiguous", "clone"), lambda shards: shards),
     "tanh": _unary(torch.tanh),
     **dict.fromkeys(("neg", "__neg__"), _unary(operator.neg)),

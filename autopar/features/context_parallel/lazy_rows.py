@@ -30,8 +30,8 @@ from autopar.features.context_parallel.state import RowState, join
 from autopar.layout import Block, Layout
 from autopar.swap import argument_names
 from autopar.tensor_parallel.loss import check_targets
-from autopar.tensor_parallel.sharded_logits import BY_ELEMENT, Gradients, LogitsPart, asked_shape
-from autopar.tensor_tracking import WholeOnRead, name_of, without_overrides
+from autopar.tensor_parallel.sharded_logits import BY_ELEMENT, Gradients, LogitsShard, asked_shape
+from autopar.tensor_tracking import LazyGatherTensor, name_of, without_overrides
 
 _ADVICE = (
     "Each context-parallel rank has some rows of it. They are gathered when it is read, which takes all of the ranks:\n"
@@ -43,7 +43,7 @@ _LOST = (
 )
 
 
-class LazyRows(WholeOnRead):
+class LazyRows(LazyGatherTensor):
     """Full embeddings before the blocks, of which this rank has some rows.
 
     Attributes:
@@ -61,7 +61,7 @@ class LazyRows(WholeOnRead):
     _node: Any  # its place in the graph, as it was made
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it has been read."""
         return self._plain is not None
 
@@ -73,7 +73,7 @@ class LazyRows(WholeOnRead):
 
     def made_of(self) -> list[torch.Tensor]:
         """Return the full tensor if it is there; else this rank's rows."""
-        return [self.whole() if self.is_whole else self.own]
+        return [self.full() if self.is_full else self.own]
 
     def opened(self, rows: Layout, dim: int) -> torch.Tensor | None:
         """Return this rank's ``rows`` along ``dim``; None if it has different ones, or the full tensor was read."""
@@ -83,7 +83,7 @@ class LazyRows(WholeOnRead):
         self._state.opened |= self.sources
         return self.own
 
-    def whole(self) -> torch.Tensor:
+    def full(self) -> torch.Tensor:
         """Return the full tensor, gathered. A collective of the axis the first time."""
         if self._plain is None:
             self._check_node()
@@ -103,7 +103,7 @@ class LazyRows(WholeOnRead):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from this rank's rows where they suffice; gather the full tensor for everything else."""
         first, name = args[0] if args else None, name_of(func)
-        if isinstance(first, LazyRows) and not first.is_whole and name in ("requires_grad", "grad_fn", "is_leaf"):
+        if isinstance(first, LazyRows) and not first.is_full and name in ("requires_grad", "grad_fn", "is_leaf"):
             return getattr(first.own, name)
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -112,7 +112,7 @@ class LazyRows(WholeOnRead):
         """Do an operation that treats rows apart to own rows; None for any other operation."""
         leaves, structure = tree_flatten((args, kwargs))
         lead = next((x for x in leaves if isinstance(x, LazyRows)), None)
-        if lead is None or lead.is_whole:
+        if lead is None or lead.is_full:
             return None
         lead._check_node()
         if name == "requires_grad_":
@@ -161,7 +161,7 @@ class _Closed(torch.autograd.Function):
 def whole_tensors(value: Any) -> Any:
     """Return a nested value with full tensors in the place of lazy ones."""
     found = any(isinstance(x, LazyRows) for x in tree_leaves(value))
-    return tree_map_only(LazyRows, lambda x: x.whole(), value) if found else value
+    return tree_map_only(LazyRows, lambda x: x.full(), value) if found else value
 
 
 def _is_of_features(lead: LazyRows, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -233,7 +233,7 @@ class OwnRows:
 
 
 @dataclass(frozen=True)
-class RowsOfLogits(LogitsPart):
+class RowsOfLogits(LogitsShard):
     """This rank's rows of the logits, ``[batch, rows, vocab]`` or ``[batch * rows, vocab]``."""
 
     own: torch.Tensor  # [batch, rows/cp, vocab]
@@ -277,7 +277,7 @@ class RowsOfLogits(LogitsPart):
         return partial(_gradient_of_rows, self.axis, self.layout)
 
     def gathered(self) -> torch.Tensor:
-        own = self.own.whole() if isinstance(self.own, WholeOnRead) else self.own
+        own = self.own.full() if isinstance(self.own, LazyGatherTensor) else self.own
         full = all_gather(own.detach(), self.axis, self.layout, 1)
         return full.flatten(0, 1) if self.flat else full
 

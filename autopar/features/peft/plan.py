@@ -240,7 +240,7 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
         raise _cannot_follow(path, plan, match)
     if layout is not None and plan.rule == "experts":
         table = match.scope.table
-        yield from _of_whole_experts(path, layer, plan, layout, table.tp or table.size)
+        yield from _of_full_experts(path, layer, plan, layout, table.tp or table.size)
         return
     dims = layer.get_param().ndim
     if layout is None or layout.replicated or layout.dim < dims - 2:
@@ -254,7 +254,7 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
         yield _summed(join(path, other, name), getattr(layer, other)[name], plan.where)
 
 
-def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, tp: int) -> Iterator[TensorRule]:
+def _of_full_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, tp: int) -> Iterator[TensorRule]:
     """Yield the rules of ``A``, ``[experts * r, in]``, and ``B``, ``[out, r * experts]``, of full experts' weights."""
     (block,) = layout.blocks
     few = [rank for rank in range(layout.axis_size) if layout.local_size(rank) == 1]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autopar.checkpoint.arguments import absolute
-from autopar.checkpoint.hf_weights import WholeWeights
+from autopar.checkpoint.hf_weights import FullWeights
 from autopar.checkpoint.methods import PART, counted, refused
 from autopar.checkpoint.save import Snapshot, prepare_alike, snapshot
 from autopar.checkpoint.staging import fsync
@@ -42,7 +42,7 @@ _CARD = "README.md"
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the full adapters of a parallelized ``PeftModel`` by its parameters' names. Every rank takes all."""
-    yield from Adapters(model, state_of(model), {}).whole(local_tensors(model, fsdp=True))
+    yield from Adapters(model, state_of(model), {}).full(local_tensors(model, fsdp=True))
 
 
 def save_adapters(
@@ -200,16 +200,16 @@ class Adapters:
             if alias.startswith(self._start)
         }
 
-    def whole(self, local: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def full(self, local: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the adapters from this rank's tensors, one after the other. Collective."""
-        weights = WholeWeights(self.state, local)
-        yield from ((name, weights.whole(name)) for name in sorted(self.names))
+        weights = FullWeights(self.state, local)
+        yield from ((name, weights.full(name)) for name in sorted(self.names))
 
     def write(self, target: Path, local: dict[str, torch.Tensor]) -> None:
         """Write the adapters that all ranks hold. Collective."""
         mpu = self.state.mpu
         with waiting(mpu, "gathering the adapters", range(mpu.world_size)):
-            whole = {name: tensor.cpu() for name, tensor in self.whole(local) if mpu.rank == 0}
+            whole = {name: tensor.cpu() for name, tensor in self.full(local) if mpu.rank == 0}
         untouched = f"The adapters in {target} are as they were."
         rank_zero(mpu, lambda: self.write_files(whole, target), lambda: untouched)
 

@@ -1,7 +1,7 @@
 """Weights of bitsandbytes in 8 bit, and in 4 bit, also with quantized scales.
 
 In 8 bit (Dettmers et al., "LLM.int8()", 2022) each output has one scale. The layer's inputs are quantized, too, with a
-scale for each token, so ranks with some of the inputs need the largest one of all (:meth:`EightBit.whole_rows`).
+scale for each token, so ranks with some of the inputs need the largest one of all (:meth:`EightBit.gathered_rows`).
 
 In 4 bit (NF4 and FP4; Dettmers et al., "QLoRA", 2023) a block of 64 numbers along the inputs has one scale, and two
 numbers share a byte. Scales may be quantized in turn, in groups of 256 with a scale each. Where ranks cannot hold full
@@ -91,18 +91,18 @@ class FourBit(QuantizedWeight):
         held = {"weight": self._weight.data, "weight.absmax": quantized.absmax.to(self._weight.device)}
         if quantized.nested:
             held["weight.nested_absmax"] = quantized.state2.absmax
-        places = self._places(layout, whole_groups=quantized is state)
+        places = self._places(layout, full_groups=quantized is state)
         return {name: Piece(held[place.name].view(place.shape), place.block) for name, place in places.items()}
 
-    def _places(self, layout: Layout | None, *, whole_groups: bool = True) -> dict[str, InFile]:
+    def _places(self, layout: Layout | None, *, full_groups: bool = True) -> dict[str, InFile]:
         (rows, columns), state = self.shape, self._state
         blocks, width = columns // state.blocksize, state.blocksize
         found = {"bytes": InFile("weight", (rows, blocks, width // 2), self.block)}
         scales = InFile("weight.absmax", (rows, blocks), self.block)
-        if not (state.nested or not whole_groups):
+        if not (state.nested or not full_groups):
             return found | {"scales": scales}
         groups = _groups(rows, blocks, width)
-        if whole_groups and groups is not None and (layout is None or _divides(groups[1], layout)):
+        if full_groups and groups is not None and (layout is None or _divides(groups[1], layout)):
             return found | {"scales": scales, "groups": InFile("weight.nested_absmax", *groups)}
         every = InFile("weight.nested_absmax", (-1,), (0, 0))
         return found | {"scales" if layout is None else "codes": scales, "groups": every}
@@ -365,7 +365,7 @@ class EightBit(QuantizedWeight):
         numbers = self._weight.data[:, : self.shape[1]]
         return numbers.float() * (self._scales.view(-1, 1) / 127.0)
 
-    def whole_rows(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def gathered_rows(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         """Return ``x``, ``[..., in/tp + 4]``, in which each token has the scale of all its inputs.
 
         Args:
@@ -383,7 +383,7 @@ class RowParallelEightBit(RowParallelStored):
     """A layer that quantizes its sharded inputs, with each token's scale over all inputs."""
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = super()._multiply(EightBit(self).whole_rows(x, self.tp), weight, bias)
+        y = super()._multiply(EightBit(self).gathered_rows(x, self.tp), weight, bias)
         # On a GPU it is a view out of bitsandbytes' autograd function, which must not be summed in place.
         return y.clone() if y.requires_grad else y
 

@@ -72,7 +72,7 @@ class Entered:
         self.inside: torch.Tensor | None = None  # the tensor that layers of the region read
         self._again = _Again(axis, layout)
 
-    def is_whole(self, x: torch.Tensor) -> bool:
+    def is_full(self, x: torch.Tensor) -> bool:
         """Return whether ``x`` is the sequence, unchanged."""
         return self.whole is x and version_of(x) == self.version
 

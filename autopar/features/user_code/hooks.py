@@ -45,10 +45,10 @@ def local_hooks(module: nn.Module) -> None:
     """
     vars(module)[LOCAL_HOOKS] = True
     for hooks in (hooks_of(module, kind) for kind in HOOKS):
-        hooks.update({key: hook.user_hook for key, hook in hooks.items() if isinstance(hook, _WholeHook)})
+        hooks.update({key: hook.user_hook for key, hook in hooks.items() if isinstance(hook, _FullTensorHook)})
 
 
-class WholeHooks:
+class FullTensorHooks:
     """The user hooks of one model, which see full tensors; ``dicts``: torch's dicts that may have one, mostly empty."""
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
@@ -68,12 +68,12 @@ class WholeHooks:
         for hooks, kind, shards in self._places:
             if hooks and LOCAL_HOOKS not in vars(shards.module):
                 self._wrap(hooks, hooks_with_kwargs(shards.module, kind), kind, {id(shards.module): shards})
-                places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _WholeHook)]
+                places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _FullTensorHook)]
         everywhere = False
         for kind in HOOKS:
             hooks, with_kwargs = hooks_of_all(kind)
             self._wrap(hooks, with_kwargs, kind, self._known)
-            found = [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _WholeHook)]
+            found = [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _FullTensorHook)]
             places, everywhere = places + found, everywhere or bool(found)
         for path, block, inside in self._blocks:
             here = (user_hooks(hooks) for module, hooks in inside if hooks and LOCAL_HOOKS not in vars(module))
@@ -81,27 +81,27 @@ class WholeHooks:
             places += [f"inside of {path}"] * block.rows_hooked
         return {"hooks that see whole tensors": ", ".join(places)} if places else {}
 
-    def _wrap(self, hooks: dict[int, Any], with_kwargs: set[int], kind: str, known: Mapping[int, Shards]) -> None:
+    def _wrap(self, hooks: dict[int, Any], with_kwargs: set[int], kind: str, known: Mapping[int, HookedModule]) -> None:
         for key, hook in list(hooks.items()):
-            if isinstance(hook, _WholeHook):
+            if isinstance(hook, _FullTensorHook):
                 hook.known.update(known)  # on all modules, of several models
             elif not is_of_library(hook):
-                hooks[key] = _WholeHook(hook, kind, key in with_kwargs, dict(known))
+                hooks[key] = _FullTensorHook(hook, kind, key in with_kwargs, dict(known))
 
     def unwrap(self) -> None:
         """Put the hooks themselves back in their places; on all modules those that no other model wraps."""
         for hooks in self.dicts:
             for key, hook in list(hooks.items()):
-                if isinstance(hook, _WholeHook):
+                if isinstance(hook, _FullTensorHook):
                     hook.known = {module: shards for module, shards in hook.known.items() if module not in self._known}
                     if not hook.known:
                         hooks[key] = hook.user_hook
 
 
-class _WholeHook:
+class _FullTensorHook:
     """An object in the place of a user hook, on one module or on all."""
 
-    def __init__(self, hook: Callable[..., Any], kind: str, with_kwargs: bool, known: dict[int, Shards]) -> None:
+    def __init__(self, hook: Callable[..., Any], kind: str, with_kwargs: bool, known: dict[int, HookedModule]) -> None:
         self.user_hook, self.kind, self.with_kwargs, self.known = hook, kind, with_kwargs, known
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -114,11 +114,11 @@ class _WholeHook:
         if shards is None or failed or LOCAL_HOOKS in vars(module):
             return self.user_hook(module, *values)
         backward = self.kind.startswith("backward")
-        given, made = SeenShards(shards.given, shards), SeenShards(shards.made, shards)
+        given, made = GatheredTensors(shards.given, shards), GatheredTensors(shards.made, shards)
         if self.kind == "forward":
             *inputs, output = values
-            seen = made.whole(output)
-            result = self.user_hook(module, *given.whole(inputs), seen)
+            seen = made.full(output)
+            result = self.user_hook(module, *given.full(inputs), seen)
             if given.is_written():
                 raise ConfigError(
                     f"the hook {described(self.user_hook)} on {shards.path} writes into what its module was given, of "
@@ -128,20 +128,20 @@ class _WholeHook:
             return made.cut(seen if result is None and (made.is_written() or made.is_kept()) else result)
         if self.kind == "backward":
             into, out = values
-            seen = given.whole(into, gradient=True)
-            result = self.user_hook(module, seen, made.whole(out, gradient=True))
+            seen = given.full(into, gradient=True)
+            result = self.user_hook(module, seen, made.full(out, gradient=True))
             return given.cut(seen if result is None and given.is_written() else result, gradient=True)
         front = made if backward else given
-        entered = front.whole(list(values), gradient=backward)
+        entered = front.full(list(values), gradient=backward)
         result = self.user_hook(module, *entered)
         if result is None and (front.is_written() or front.is_kept()):
             result = tuple(entered) if self.with_kwargs else entered[0]
         return front.cut(result, gradient=backward)
 
 
-def _shards_of(model: nn.Module) -> Iterator[Shards]:
+def _shards_of(model: nn.Module) -> Iterator[HookedModule]:
     """Yield sharded layers, and the activations and norms next to them."""
-    found: dict[int, Shards] = {}
+    found: dict[int, HookedModule] = {}
     for path, module in model.named_modules():
         plan: ModulePlan | None = vars(module).get("autopar")
         layout = None if plan is None else plan.layout
@@ -152,29 +152,29 @@ def _shards_of(model: nn.Module) -> Iterator[Shards]:
         if own_parameters(module).get("weight") is None:
             continue
         if plan.rule == "row":
-            found[id(module)] = Shards(path, module, None if plan.split_input else layout)
+            found[id(module)] = HookedModule(path, module, None if plan.split_input else layout)
             continue
-        found[id(module)] = Shards(path, module, made=layout)
+        found[id(module)] = HookedModule(path, module, made=layout)
         above, _, own = path.rpartition(".")
-        for name, beside in model.get_submodule(above).named_children():
-            norm = "norm" in name and name[0] == own[0] and "autopar" in vars(beside)  # q_norm beside q_proj
-            if norm or type(beside).__module__ in _ACTIVATIONS:
-                found.setdefault(id(beside), Shards(f"{above}.{name}".strip("."), beside, layout, layout, heads=norm))
+        for name, near in model.get_submodule(above).named_children():
+            norm = "norm" in name and name[0] == own[0] and "autopar" in vars(near)  # q_norm next to q_proj
+            if norm or type(near).__module__ in _ACTIVATIONS:
+                found.setdefault(id(near), HookedModule(f"{above}.{name}".strip("."), near, layout, layout, heads=norm))
     yield from found.values()
 
 
-def _inside_experts(path: str, experts: nn.Module, plan: ModulePlan) -> Iterator[tuple[int, Shards]]:
+def _inside_experts(path: str, experts: nn.Module, plan: ModulePlan) -> Iterator[tuple[int, HookedModule]]:
     """Yield the activation between matrices of experts, if the features of each expert are sharded."""
     own = own_parameters(experts)  # [experts, features in, features out], or the other way round
     matrices = (layout for name, layout in plan.layouts.items() if name in own and own[name].dim() == 3)
     # Not of gate and up, which are two blocks in one matrix.
     features = next((layout for layout in matrices if layout.dim and len(layout.blocks) == 1), None)
-    for name, beside in experts.named_children() if features is not None else ():
-        if type(beside).__module__ in _ACTIVATIONS:
-            yield id(beside), Shards(f"{path}.{name}", beside, features, features)
+    for name, near in experts.named_children() if features is not None else ():
+        if type(near).__module__ in _ACTIVATIONS:
+            yield id(near), HookedModule(f"{path}.{name}", near, features, features)
 
 
-class Shards(NamedTuple):
+class HookedModule(NamedTuple):
     """Facts about the tensors of one module: layouts of the features of its input and output; None: they are full."""
 
     path: str
@@ -185,17 +185,17 @@ class Shards(NamedTuple):
     axis: Axis | None = None  # the ranks of the model
 
 
-class SeenShards:
+class GatheredTensors:
     """Gather the sharded tensors of one call of a module for a hook, and shard the hook's results."""
 
-    def __init__(self, layout: Layout | None, shards: Shards) -> None:
+    def __init__(self, layout: Layout | None, shards: HookedModule) -> None:
         self._gathered: list[tuple[torch.Tensor, int]] = []  # copies that a hook gets, and their versions
         assert shards.axis is not None
         self.layout, self.axis, self.heads, self.path = layout, shards.axis, shards.heads, shards.path
         self._cuts: dict[torch.Size, tuple[int, Layout]] = {}  # shape of the whole -> how it is sharded
         self._kept: list[torch.Tensor] = []  # given as they are
 
-    def whole(self, value: Any, *, gradient: bool = False) -> Any:
+    def full(self, value: Any, *, gradient: bool = False) -> Any:
         """Return ``value`` with its first tensor, the hidden states, in full. Gradients have no gradient."""
         tensors = [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
         first = next((x for x in tensors if x.is_floating_point() and x.ndim > 1), None)

@@ -2,7 +2,7 @@
 
 [Note: shard reads] A sharded parameter knows that it is one: it is a :class:`ShardedParameter`, and torch passes each
 function of it to :func:`_notice`. An elementwise function of a shard gives the shard of the full result, which is a
-:class:`Part`, so that ``p.grad.abs().max()`` is noticed. A function that mixes elements along the sharded dim
+:class:`ShardedTensor`, so that ``p.grad.abs().max()`` is noticed. A function that mixes elements along the sharded dim
 (:func:`_mixed_by`) warns at the line of user code. While the model runs, in backward passes (except in hooks of
 gradients), in steps of optimizers and in what dynamo compiles, the classes act as plain ones and cost nothing.
 """
@@ -179,7 +179,7 @@ def _let_be_noticed(result: Any, name: str, given: Sequence[Any], caller: FrameT
     if part is None or like or not (other_size or result.numel() == part.numel()):
         return
     if caller.f_code is _NEW_PARAMETER:  # it requires a result of the same class
-        if type(part) is Part:
+        if type(part) is ShardedTensor:
             _become(part, nn.Parameter)
         _become(result, type(part), getattr(part, "autopar_shard", None))
     elif _line(caller) is not None:
@@ -194,11 +194,11 @@ def _noticing(hook: Any, shard: Shard | None) -> Any:
         before = switch.in_hook, switch.off
         switch.in_hook, switch.off = True, False
         if type(tensor) is torch.Tensor:
-            tensor = tensor.as_subclass(Part)
+            tensor = tensor.as_subclass(ShardedTensor)
             tensor.autopar_shard = shard
         try:
             found = hook(tensor)
-            return found._plain() if type(found) is Part else found
+            return found._plain() if type(found) is ShardedTensor else found
         finally:
             switch.in_hook, switch.off = before
 
@@ -233,7 +233,7 @@ class Sharded:
 
     def _plain(self: Any) -> Any:
         with no_overrides():
-            made = type(self) is Part  # with its graph
+            made = type(self) is ShardedTensor  # with its graph
             same = self.as_subclass(torch.Tensor) if made else self.detach().requires_grad_(self.requires_grad)
         vars(same).update({name: value for name, value in vars(self).items() if name != "autopar_shard"})
         _become(same, _PLAIN_KINDS[type(self)])
@@ -270,7 +270,7 @@ class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]  # assert_close 
         return isinstance(instance, torch.Tensor)
 
 
-class Part(Sharded, torch.Tensor, metaclass=_LikeAnyTensor):  # type: ignore[misc]
+class ShardedTensor(Sharded, torch.Tensor, metaclass=_LikeAnyTensor):  # type: ignore[misc]
     """The result of an elementwise function of a shard, or its gradient."""
 
 
@@ -284,18 +284,18 @@ class ShardedDTensor(Sharded, DTensor):  # type: ignore[misc]
         with no_overrides():
             joined = super().full_tensor(**how)
         if self.autopar_shard is not None and type(joined) is torch.Tensor:
-            _become(joined, Part, self.autopar_shard)
+            _become(joined, ShardedTensor, self.autopar_shard)
         return joined
 
 
 _WATCHED: dict[type, type] = {nn.Parameter: ShardedParameter, DTensor: ShardedDTensor}
-_PARTS: dict[type, type] = {torch.Tensor: Part, DTensor: ShardedDTensor}
-_PLAIN_KINDS: dict[type, type] = {ShardedParameter: nn.Parameter, Part: torch.Tensor, ShardedDTensor: DTensor}
+_PARTS: dict[type, type] = {torch.Tensor: ShardedTensor, DTensor: ShardedDTensor}
+_PLAIN_KINDS: dict[type, type] = {ShardedParameter: nn.Parameter, ShardedTensor: torch.Tensor, ShardedDTensor: DTensor}
 
 
 def watch(model: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Warn of reads of the sharded parameters of ``model``; not of those that a library gave a class."""
-    PLAIN.update((ShardedParameter, Part))
+    PLAIN.update((ShardedParameter, ShardedTensor))
     let_foreach_take(_PLAIN_KINDS)
     warned = set[tuple[str, int]]()
     joins = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # not with ZeRO 2 and 3
@@ -358,9 +358,9 @@ class Watched:
             return {}
         hooks = self._hooks.get(model)
         if hooks is None:
-            from autopar.features.user_code.hooks import WholeHooks
+            from autopar.features.user_code.hooks import FullTensorHooks
 
-            hooks = self._hooks[model] = WholeHooks(model, self.axis)
+            hooks = self._hooks[model] = FullTensorHooks(model, self.axis)
         if not self._found and not any(hooks.dicts):
             return {}
         seen = {one: each.wrap() for one, each in self._hooks.items()}

@@ -179,7 +179,7 @@ def optim_of(args: Any) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def wants_whole_model(args: Any) -> bool:
+def wants_full_model(args: Any) -> bool:
     """Return whether the optimizer of ``args`` may read full matrices, and so is made before ``initialize``."""
     return optim_of(args) not in _OF_ELEMENTS
 

@@ -169,7 +169,7 @@ def parallelize_reference(reference: Any, model: Any, like: Any, policy: Any) ->
         shared = {name: getattr(config, name) for name in _OF_REFERENCE}  # no memory of gradients or an optimizer
         initialize(reference, ParallelConfig(**shared), policy=policy)
     if has_fused_head(reference):
-        give_whole_head(reference, reference)
+        set_full_head(reference, reference)
 
 
 def has_fused_head(model: nn.Module) -> bool:
@@ -179,7 +179,7 @@ def has_fused_head(model: nn.Module) -> bool:
     return code is not None and _FUSED in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def give_whole_head(model: Any, root: Any) -> None:
+def set_full_head(model: Any, root: Any) -> None:
     """Give a forward with ``fused_lm_head=True`` the full weight of the head of ``model``, which is in ``root``."""
     inner = vars(model)["forward"].__func__
 
@@ -187,7 +187,7 @@ def give_whole_head(model: Any, root: Any) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get(_FUSED):
             return inner(self, *args, **kwargs)
-        head = _whole(self, root)
+        head = _full_head(self, root)
         bind(self, "the fused head", get_output_embeddings=lambda _: head)
         try:
             return inner(self, *args, **kwargs)
@@ -197,7 +197,7 @@ def give_whole_head(model: Any, root: Any) -> None:
     model.forward = MethodType(forward, model)
 
 
-def _whole(model: Any, root: Any) -> SimpleNamespace:
+def _full_head(model: Any, root: Any) -> SimpleNamespace:
     """Return the head's weight and bias, all-gathered over tp. A collective of the forward alone."""
     head = model.get_output_embeddings()
     state = root._autopar

@@ -32,17 +32,17 @@ from autopar.integrations.trainer.arguments import (
     check_stages,
     merge_arguments,
     parse_parallel_config,
-    wants_whole_model,
+    wants_full_model,
 )
 from autopar.integrations.trainer.checkpoints import CheckpointMixin
 from autopar.integrations.trainer.replica_view import (
     ReplicaView,
     check_heads,
     count_replicas,
-    give_whole_head,
     has_fused_head,
     parallelize_reference,
     seed_by_replica,
+    set_full_head,
 )
 from autopar.integrations.trainer.steps import StepMixin, base_of
 from autopar.policy.schema import Policy
@@ -147,7 +147,7 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         check_heads(config or model._autopar.config, base_of(model), self.args)
         if config is not None:
             sharded = max(config.tensor_parallel_size, config.expert_parallel_size) > 1
-            whole = sharded and wants_whole_model(self.args)
+            whole = sharded and wants_full_model(self.args)
             if self.optimizer is None and (config.zero_stage or config.precision != "fp32" or whole):
                 self.create_optimizer()
             initialize(model, config, policy=policy, optimizer=self.optimizer)
@@ -165,7 +165,7 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         if state.config.fully_sharded and hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")  # an encoder is called without the model around it
         if has_fused_head(base_of(model)):
-            give_whole_head(base_of(model), model)
+            set_full_head(base_of(model), model)
         self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads its replica's samples
         swap(self.accelerator, _Replicas, autopar_model=model, autopar_mpu=model.mpu)
         seed_by_replica(model, self.args)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import autopar
-from autopar.checkpoint.hf_weights import WholeWeights
+from autopar.checkpoint.hf_weights import FullWeights
 from autopar.checkpoint.state import state_of
 
 _SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -111,9 +111,9 @@ def wholes(model: Any, *, gradients: bool = False) -> dict[str, torch.Tensor]:
     if not fsdp:
         with autopar.full_params(model):
             return {name: tensor.detach().clone() for name, tensor in held().items()}
-    gathered = WholeWeights(state_of(model), held())
+    gathered = FullWeights(state_of(model), held())
     names = state_of(model).plan.tensors if model.mpu.pp.size > 1 else held()  # a collective of all stages for each
-    return {name: gathered.whole(name) for name in names}
+    return {name: gathered.full(name) for name in names}
 
 
 def compare(
