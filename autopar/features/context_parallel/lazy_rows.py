@@ -30,7 +30,7 @@ from autopar.features.context_parallel.state import RowState, join
 from autopar.layout import Block, Layout
 from autopar.swap import argument_names
 from autopar.tensor_parallel.loss import check_targets
-from autopar.tensor_parallel.sharded_logits import BY_ELEMENT, Gradients, LogitsShard, asked_shape
+from autopar.tensor_parallel.sharded_logits import BY_ELEMENT, Gradients, LogitsShard, viewed_shape
 from autopar.tensor_tracking import LazyGatherTensor, name_of, without_overrides
 
 _ADVICE = (
@@ -283,7 +283,7 @@ class RowsOfLogits(LogitsShard):
 
     def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowsOfLogits | None:
         if name in ("view", "reshape"):
-            full, (batch, rows, vocab) = asked_shape(self.shape, args, kwargs), self.deep
+            full, (batch, rows, vocab) = viewed_shape(self.shape, args, kwargs), self.deep
             return replace(self, flat=full != self.deep) if full in ((batch * rows, vocab), self.deep) else None
         if name == "__getitem__":
             return self._some_rows(args[0])

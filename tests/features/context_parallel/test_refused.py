@@ -94,7 +94,7 @@ def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
 @pytest.mark.parametrize(
     ("model_type", "head", "changes", "words"),
     [
-        ("bart", "BartForConditionalGeneration", {"decoder_layerdrop": 0.25}, "layerdrop=0.25 leaves out blocks"),
+        ("bart", "BartForConditionalGeneration", {"decoder_layerdrop": 0.25}, "layerdrop=0.25 skips blocks at random"),
         ("vit", "ViTForImageClassification", {}, r"vit\.\S+ does not run over words"),
         ("led", "LEDForConditionalGeneration", {}, "longformer_self_attn: .*is invalid"),
         ("xlnet", "XLNetLMHeadModel", {}, "mems is made of rows"),
@@ -117,7 +117,7 @@ def test_a_length_that_tells_rows_apart_may_be_longer_than_the_model_takes() -> 
     sizes = {"hidden_size": 24, "num_layers": 2, "num_heads": 6, "vocab_size": 131, "max_position_embeddings": 8}
     config = GPTNeoConfig(attention_types=[[["global", "local"], 1]], bos_token_id=0, eos_token_id=0, **sizes)
     model = GPTNeoForCausalLM(config)
-    words = "context_parallel_size=4 does not fit GPTNeoForCausalLM: no length up to 8 tells rows from other sizes"
+    words = "context_parallel_size=4 does not fit GPTNeoForCausalLM: no sequence length up to 8 differs from all"
     with pytest.raises(ConfigError, match=words):
         plan_rows(model, find_policy(model), "", 4)
 
