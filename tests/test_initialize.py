@@ -149,7 +149,7 @@ def test_what_would_be_silently_wrong_raises():
         model.transformer.resize_token_embeddings(140)
     with pytest.raises(ConfigError, match=r"save_pretrained: this rank holds only its part of GPT2Model"):
         model.transformer.save_pretrained("nowhere")
-    with pytest.raises(IndexError, match="embedding of 131 rows: ids run from 0 to 131"):
+    with pytest.raises(IndexError, match="embedding of 131 rows: got ids from 0 to 131"):
         model(torch.tensor([[0, 131]]))
 
 

@@ -51,7 +51,7 @@ def seen_through(module: Any) -> list[tuple[str, Any]]:
 
 
 def saved_copies(module: Any) -> list[tuple[str, Any]]:
-    """Return the original in a PEFT wrapper (``modules_to_save``) and its copies, with paths; empty for other modules."""
+    """Return the original in a PEFT wrapper (``modules_to_save``) and its copies, with paths; else an empty list."""
     if not is_wrapper(module):
         return []
     if not _is_saved(module):  # trainable tokens

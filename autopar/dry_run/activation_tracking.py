@@ -232,9 +232,7 @@ def _check_input(rule: ModulePlan, module: nn.Module, values: Any, tracking: Act
         elif kind in ("norm_over", "gathered"):
             wrong = f"is {kind}, but its input is replicated"
         elif kind == "sharded" and tracking.is_replicated(values):
-            wrong = (
-                "is sharded, but its input is replicated and needs a gradient\n  Use a column rule for it or before it."
-            )
+            wrong = "is sharded, but its input is replicated and needs a gradient\n  Use a column rule here or earlier."
     if wrong:
         makers = tracking.makers_of(values, "sharded" if sharded else "replicated")
         raise PolicyError(f"{rule.path} {wrong}{made_by(plan, makers)}", rule.where)

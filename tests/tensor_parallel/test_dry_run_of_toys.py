@@ -107,7 +107,7 @@ def test_what_layers_read() -> None:
         toy_policy(ffn, {**MLP_RULES, "between": {"sharded": "ffn"}}),
         "between",
         "layers.1.between is sharded, but its input is replicated and needs a gradient\n"
-        "  Use a column rule for it or before it.",
+        "  Use a column rule here or earlier.",
     )
     refused(
         model,

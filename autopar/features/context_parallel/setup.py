@@ -381,7 +381,7 @@ class NeedsAllRows:
                 anchors = (*tensors_in(own), *self.parameters())  # type: ignore[attr-defined]
                 states = StatesOfRank(where.states, state.links, path, anchors)
                 args, kwargs = with_states(self, own, where.states, states)
-                return states.behind(super().__call__(*args, **kwargs))  # type: ignore[misc]
+                return states.tie(super().__call__(*args, **kwargs))  # type: ignore[misc]
         args, kwargs = self._gather((args, kwargs), state, number, layout, where)
         state.cutting = False
         try:

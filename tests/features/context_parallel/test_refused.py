@@ -53,7 +53,7 @@ def test_what_no_rank_could_compute_is_refused_and_the_next_forward_holds() -> N
             model(ids, output_attentions=True, use_cache=False)
         flags = torch.ones(2, 7, dtype=torch.int64)
         model.config._attn_implementation = "flash_attention_2"  # takes no mask with rows
-        with raises_everywhere(ConfigError, "context_parallel_method=gather does not go with 'flash_attention_2'"):
+        with raises_everywhere(ConfigError, "context_parallel_method=gather is not supported with 'flash_attention_2'"):
             model(ids, attention_mask=flags, use_cache=False)
         model.config._attn_implementation = "sdpa"
         logits = model(ids, use_cache=False).logits
@@ -66,7 +66,7 @@ def test_logits_that_one_rank_reads_alone_raise() -> None:
     logits = model(torch.arange(8).view(1, 8), use_cache=False).logits
     assert "has rows" in repr(logits), "printing them gathers nothing"
     if dist.get_rank() == 0:
-        with pytest.raises(ConsistencyError, match="which takes every context-parallel rank: read them on all of"):
+        with pytest.raises(ConsistencyError, match="gathers them, so every context-parallel rank must read them"):
             logits.argmax()
     dist.barrier()
 
@@ -124,7 +124,7 @@ def test_a_length_that_tells_rows_apart_may_be_longer_than_the_model_takes() -> 
 
 def test_a_module_of_ones_own_does_not_fit() -> None:
     policy = find_policy(llama())
-    with pytest.raises(ConfigError, match="does not fit Linear: only Hugging Face models have a dry run"):
+    with pytest.raises(ConfigError, match="does not fit Linear: the model must be a Hugging Face model"):
         plan_rows(nn.Linear(2, 2), policy, "", 2)
 
 

@@ -219,7 +219,7 @@ def test_refusals(tmp_path: Path) -> None:
         model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
     name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer"
     with raises_everywhere(
-        ConfigError, f"full_tensor: {name}.weight is quantized (torchao int8): its layer holds bytes of"
+        ConfigError, f"full_tensor is not supported with quantized weights, got {name}.weight (torchao int8)"
     ):
         autopar.full_tensor(model.get_submodule(name).weight)
     model.merge_adapter()  # PEFT quantizes each rank's part anew

@@ -93,11 +93,11 @@ def test_sizes_are_those_of_the_weights() -> None:
     assert f"this rank: {held:,} parameters, 0." in text
     name = "model.layers.0.mlp.up_proj.weight"
     with raises_everywhere(
-        ConfigError, f"full_params: {name} is quantized (bitsandbytes nf4): its layer holds bytes of it"
+        ConfigError, f"full_params is not supported with quantized weights, got {name} (bitsandbytes nf4)"
     ):
         autopar.full_params(model, name).__enter__()
     with raises_everywhere(
-        ConfigError, f"full_tensor: {name} is quantized (bitsandbytes nf4): its layer holds bytes of it"
+        ConfigError, f"full_tensor is not supported with quantized weights, got {name} (bitsandbytes nf4)"
     ):
         autopar.full_tensor(model.model.layers[0].mlp.up_proj.weight)
     assert isinstance(model.lm_head, nn.Linear) and autopar.full_tensor(model.lm_head.weight).shape == (131, 192)

@@ -71,7 +71,7 @@ def test_each_line_is_told_once() -> None:
         f"norm of lm_head.weight sees the shard of tensor-parallel rank {rank}: shape {rows} of (131, 24), {held} of"
     )
     assert texts[0].startswith(start)
-    assert 'with autopar.full_params(model, "lm_head.weight"): it and its gradient are full' in texts[0]
+    assert '`with autopar.full_params(model, "lm_head.weight"):`, inside which it and its gradient are' in texts[0]
     assert "autopar.full_tensor(parameter)" in texts[0] and "get_total_norm" in texts[0]
 
 
