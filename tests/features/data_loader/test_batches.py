@@ -139,7 +139,7 @@ def test_evaluation_that_cannot_be_even_says_what_would():
         [] if rank else torch.zeros(4),
         torch.tensor(1.0),
     ):
-        with pytest.raises(ConsistencyError, match="gather_for_metrics: the replicas have .* values"):
+        with pytest.raises(ConsistencyError, match=r"gather_for_metrics: the replicas have .* values"):
             autopar.gather_for_metrics(values, mpu=mpu)
     with pytest.raises(ConsistencyError, match="gather_for_metrics has fewer values than samples: expected 9, got 8"):
         autopar.gather_for_metrics(torch.zeros(4), mpu=mpu, samples=9)

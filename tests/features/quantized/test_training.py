@@ -266,6 +266,6 @@ def check_region(form: str) -> None:
 def test_layers_inside_a_region() -> None:
     check_region("nf4")
     text = "does not fit mlp.down_proj.weight: its weight (bitsandbytes int8) is 'sharded' inside a region, where ranks"
-    sizes = "would hold [160, 160] of 320 inputs, and its layer quantizes them with one scale for all (policy dict:bloc"
-    with raises_everywhere(ConfigError, text, sizes, "Make it a 'row', quantize it in 4 bits, or leave it out of the"):
+    sizes = "would hold [160, 160] of 320 inputs with one scale (policy dict:bloc"
+    with raises_everywhere(ConfigError, text, sizes, "Use a 'row' rule, quantize it in 4 bits, or exclude it from"):
         check_region("int8")
