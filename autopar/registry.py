@@ -103,7 +103,7 @@ class Feature:
             same batch. It returns an object whose ``before_forward``, ``after_forward``, ``report``, ``reset``,
             ``check_call`` and ``first_only(compare, watch)`` the hooks of the model call on every rank. They read its
             ``is_silent``, and set ``begun`` to the values of the functions in ``Region.beginning``. ``step``:
-            ``make(mpu, failures, whole_every, experts)`` is called where there are replicas;
+            ``make(mpu, failures, full_every, experts)`` is called where there are replicas;
             ``compare(optimizer, progress, closure, scaled)`` of its result before each step.
         rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
             puts before the class of a module, when layers are swapped; or a function of that class that returns it.

@@ -114,7 +114,7 @@ def test_tokens_after_a_cache_are_compared_and_weights_now_and_then():
     with raises_everywhere(ConsistencyError, "input_ids: rank 0: [1, 1] ", "rank 1: [1, 2] "):
         model(ids[:, : 1 + rank], past_key_values=filled(model), use_cache=True)
     cache = filled(model)
-    with raises_everywhere(ConsistencyError, "goes on from a cache: rank 0: missing, rank 1: yes"):
+    with raises_everywhere(ConsistencyError, "continues from a cache: rank 0: missing, rank 1: yes"):
         model(ids, past_key_values=cache if rank else None, use_cache=True)
     cache = filled(model)
     if rank:
@@ -130,7 +130,7 @@ def test_ranks_that_disagreed_about_a_token_compare_the_same_afterwards():
     rank, ids = dist.get_rank(), torch.arange(4)[None]
     model = parallel(gpt2(), 2).eval()  # more replicated weights than one sample has
     cache = model(ids, use_cache=True).past_key_values
-    with raises_everywhere(ConsistencyError, "goes on from a cache: rank 0: missing, rank 1: yes"):
+    with raises_everywhere(ConsistencyError, "continues from a cache: rank 0: missing, rank 1: yes"):
         model(ids, past_key_values=cache if rank else None, use_cache=True)
     model(ids)
     if rank:
