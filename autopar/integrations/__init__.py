@@ -1,4 +1,4 @@
-"""Other libraries' training loops with a parallelized model. Each name imports its library when it is first used."""
+"""Training loops of other libraries with a parallelized model; each name imports its library at its first use."""
 
 from typing import TYPE_CHECKING
 

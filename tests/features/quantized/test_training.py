@@ -244,7 +244,7 @@ def test_sizes_that_do_not_fit() -> None:
         make_plan(model, find_policy(model), 2)
     assert str(error.value) == (
         "tensor_parallel_size=2 does not fit self_attn.o_proj: its weight (bitsandbytes nf4) has blocks of 64 inputs, "
-        "and ranks would hold [96, 96] of 192.\n  Sizes that fit this layer: 1, 3."
+        "and ranks would hold [96, 96] of 192.\n  Use a size that fits this layer: 1, 3."
     )
     assert isinstance(layer.o_proj, nn.Linear)
 
