@@ -128,8 +128,7 @@ class ActivationTracking(ValuelessTracking):
 
         Args:
             args: Arguments of the module.
-            layer: True for a module with parameters or a rule. Other modules are recorded only for tensors without a
-                maker.
+            layer: True for a module with parameters or a rule; other modules are recorded only where no maker is known.
             norm: True if all parameters are vectors. Then a sibling layer whose output it reads is recorded too.
         """
         self._calls += 1

@@ -109,8 +109,7 @@ def _empty(*shape: int) -> torch.Tensor:
 def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     """Copy a model to the meta device, in evaluation mode, without memory for its weights.
 
-    Args:
-        gradients: True if floating-point parameters require gradients.
+    ``gradients``: True if floating-point parameters require gradients.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():

@@ -71,8 +71,7 @@ def trace_reads(
 
     Args:
         model: Full model, which stays unchanged.
-        prefix: Path of the model in the names of ``elements``.
-        elements: Module paths in forward order.
+        prefix: Path of the model in the names of ``elements``, module paths in forward order.
         encoder: Index of the encoder in ``elements``, or None.
         inputs: Small inputs on the meta device.
     """

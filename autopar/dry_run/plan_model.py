@@ -54,8 +54,7 @@ class Plans(NamedTuple):
 class ModelPlans:
     """The plans of one model for any mesh; each is computed at its first use and cached.
 
-    Each method raises ConfigError, UnsupportedModelError or PolicyError if the mesh does not fit, also when called
-    again.
+    Each method raises ConfigError, UnsupportedModelError or PolicyError if the mesh does not fit, also when repeated.
 
     Args:
         inner: Hugging Face model inside ``model``, at ``prefix``; or the plain module itself.
@@ -94,8 +93,7 @@ class ModelPlans:
         """Split the blocks into stages.
 
         Args:
-            pp: Number of ranks.
-            chunks: Number of stages per rank.
+            pp, chunks: Number of ranks, and of stages per rank.
             layers: Number of blocks of each stage. Default: balanced by parameters.
             folded: True if the first rank also has the last stage.
             dry_run: False to skip the run of each stage without data, which finds further tensors of stages.

@@ -71,14 +71,12 @@ class Misfit(Exception):
 class RowSearch(ABC):
     """Search for the modules of a model that need full sequences; all other modules run on sequence shards.
 
-    The model runs without data. After each failure the innermost module around it gets full sequences, until the run
-    succeeds.
+    The model runs without data. After each failure, the innermost module around it gets full sequences.
 
     Args:
         model: Hugging Face model, which stays unchanged.
         prefix: Path of the model in the names of ``elements``.
-        elements: Paths of the blocks and of the encoder (:mod:`autopar.plan.stages`).
-        encoder: Index of the encoder in ``elements``, or None.
+        elements, encoder: Paths of the blocks and the encoder, and its index or None (:mod:`autopar.plan.stages`).
         ranks: Number of ranks over which sequences are sharded.
 
     Attributes:

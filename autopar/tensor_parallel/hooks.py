@@ -155,11 +155,7 @@ def _gather_maps(output: Any, maps: list[torch.Tensor], axis: Axis, layouts: lis
 
 
 def _walk(value: Any, change: Any, inside: bool) -> Any:
-    """Return ``value`` with ``change`` applied to each map.
-
-    Args:
-        inside: True below a key that names attention maps.
-    """
+    """Return ``value`` with ``change`` applied to each map; ``inside``: True below a key of attention maps."""
     if isinstance(value, dict):
         for name in list(value):
             entry = value[name]

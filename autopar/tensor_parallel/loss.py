@@ -40,12 +40,7 @@ def reduced(
     width: int,
     axis: Axis,
 ) -> torch.Tensor:
-    """Check the targets, compute their ``losses`` and reduce them.
-
-    Args:
-        widths: Expected number of local columns of each rank.
-        width: Number of columns that this rank has.
-    """
+    """Check the targets, and ``width`` against the rank's columns in ``widths``; return the reduced ``losses``."""
     flat = target.reshape(-1).long()  # [tokens]
     ignored = flat == ignore_index
     check_targets(flat, ignored, sum(widths))

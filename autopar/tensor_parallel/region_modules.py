@@ -181,19 +181,14 @@ class GlobalMeans(TorchFunctionMode):
         if func in (F.rms_norm, torch.rms_norm):
             return self._rms_norm(*args, **kwargs)
         if func in _REDUCTIONS:
-            raise PolicyError(
-                f"a norm over sharded features calls {func.__name__}, which is not supported\n{_OTHER_RULES}",
-                self.where,
-            )
+            raise PolicyError(f"a norm over sharded features must not call {func.__name__}\n{_OTHER_RULES}", self.where)
         return func(*args, **kwargs)
 
     def _mean(self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> torch.Tensor:
         last = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
         if last not in (-1, x.ndim - 1):
-            raise PolicyError(
-                f"a norm over sharded features must take its mean over the last dim, got dim {dim}\n{_OTHER_RULES}",
-                self.where,
-            )
+            words = f"a norm over sharded features must take its mean over the last dim, got dim {dim}\n{_OTHER_RULES}"
+            raise PolicyError(words, self.where)
         total = self._total(x.to(kwargs["dtype"]) if kwargs.get("dtype") else x)
         return total if keepdim else total.squeeze(-1)
 

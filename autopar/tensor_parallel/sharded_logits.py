@@ -200,11 +200,7 @@ class ShardedLogits(LazyGatherTensor):
         return not self._family.is_full and self.grad_fn is self._node
 
     def after(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation on the shard, or None if it needs the full logits.
-
-        Args:
-            args: Arguments after the logits.
-        """
+        """Return the result on the shard, or None if it needs the full logits; ``args`` follow the logits."""
         if name == "cross_entropy":
             return _cross_entropy(self, *args, **kwargs)
         part = self.part.after(name, args, kwargs)
@@ -548,10 +544,7 @@ def _binary(function: Callable[[Any, Any], torch.Tensor]) -> Callable[..., Vocab
 
 
 def _operand(shards: VocabShard, other: torch.Tensor) -> torch.Tensor | None:
-    """Return the local shard of the other operand of an element-wise operation; its gradients are summed over the axis.
-
-    None if the operation would change the shape or the dtype of the logits.
-    """
+    """Return the local shard of ``other``, with summed gradients; None if the logits would change shape or dtype."""
     logits = torch.empty(shards.shape, dtype=shards.dtype, device="meta")
     try:
         same_shape = torch.broadcast_shapes(other.shape, shards.shape) == shards.shape

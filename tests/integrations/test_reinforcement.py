@@ -203,7 +203,7 @@ def test_numbers_of_samples_count_replicas():
     args = arguments(generation_batch_size=8)  # of one process, as GOLD counts
     count_replicas(args, 2)
     assert args.generation_batch_size == 8
-    words = "per_device_train_batch_size=4 x 1 replicas x 2 steps_per_generation = 8 samples, and 16 completions"
+    words = "per_device_train_batch_size=4 x 1 replicas x 2 steps_per_generation = 8 samples must be divisible"
     with pytest.raises(ConfigError, match=words):
         count_replicas(arguments(num_generations=16), 1)
     with pytest.raises(ConfigError, match="per_device_eval_batch_size=4 x 1 replicas = 4 samples, and 8 completions"):

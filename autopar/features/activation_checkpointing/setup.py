@@ -47,8 +47,7 @@ def check(model: nn.Module, blocks: Sequence[str], policy: object, every: int = 
     """Raise ConfigError if the blocks of a model cannot be recomputed.
 
     Args:
-        blocks: Paths of the blocks of a plain module.
-        policy: Place of the policy that names the blocks, for messages.
+        blocks, policy: Paths of the blocks of a plain module, and place of the policy that names them, for messages.
     """
     name, known = type(model).__name__, any(hasattr(module, "gradient_checkpointing") for module in model.modules())
     if not isinstance(model, PreTrainedModel):
@@ -184,11 +183,7 @@ class Tape:
         return [result for _, result in self._kept]
 
     def plays(self, name: str, result: torch.Tensor) -> bool:
-        """In a recomputation, write the recorded result of a collective into ``result`` and return True; else False.
-
-        Raises:
-            ConsistencyError: As in :meth:`next`.
-        """
+        """In a recomputation, write the recorded result into ``result`` and return True; raises as :meth:`next`."""
         if not self.is_playing:
             return False
         kept = self.next(name, result.shape)
@@ -212,9 +207,8 @@ class Tape:
             of = "" if shape is None else f" of {tuple(shape)}"
             was = f"{known} of {tuple(result.shape)}" if result is not None and shape is not None else known
             raise ConsistencyError(
-                f"activation_checkpointing.save: result {self._next + 1} of a block is {name}{of} when it is "
-                f"recomputed, but was {was} in the forward.\n"
-                "  Make both runs of the block identical, or remove 'save' from the config."
+                f"activation_checkpointing.save: result {self._next + 1} of a block is {name}{of} when recomputed, but "
+                f"was {was} in the forward.\n  Make both runs of the block identical, or remove 'save' from the config."
             )
         self._next += 1
         return result

@@ -156,11 +156,7 @@ class RowState:
         self.release()
 
     def find_hooks(self, model: nn.Module) -> dict[str, str]:
-        """Find user hooks below ``model`` that are not local, and refuse forwards over sharded sequences with them.
-
-        Returns:
-            The places of these hooks, for rank checks.
-        """
+        """Refuse sharded sequences if ``model`` has user hooks; return the places of the hooks, for rank checks."""
         if model not in self._dicts:
             self._dicts[model] = [hooks_of(m, kind) for path, m in model.named_modules() if path for kind in HOOKS]
         found = [*hooks_below(model)] if any(self._dicts[model]) else []

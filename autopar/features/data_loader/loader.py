@@ -36,10 +36,8 @@ class ReplicaDataLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, for ``save_parallelized(extra={"loader": loader.state_dict()})``.
 
-        Batches that the loop has received count as seen. The state is plain data, identical on all ranks.
-
-        Raises:
-            ConfigError: The dataset is a stream, or ``even_batches=False``.
+        Batches that the loop has received count as seen. The state is plain data, identical on all ranks. Raises
+        ConfigError for a stream, and with ``even_batches=False``.
         """
         sampler = self._resumable()
         return {"epoch": sampler.epoch, "samples": sampler.samples, **sampler.order()}
@@ -177,9 +175,7 @@ def prepare_dataloader(
         kwargs["generator"] = torch.Generator().manual_seed(seed)
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ConfigError(
-                "shuffle=True requires a map-style dataset\n  Shuffle the stream itself, identically on all ranks."
-            )
+            raise ConfigError("shuffle=True requires a map-style dataset\n  Shuffle the stream itself.")
         source: Dataset[Any] = _EveryNth(dataset, dp.rank, dp.size, even_batches) if dp.size > 1 else dataset
         loader = ReplicaDataLoader(source, batch_size, drop_last=drop_last, **kwargs)
     elif not even_batches:

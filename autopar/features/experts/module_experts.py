@@ -40,8 +40,7 @@ class _Call(NamedTuple):
     """One call of an expert.
 
     Attributes:
-        place: Index of the list.
-        number: Index of the expert in the list.
+        place, number: Index of the list, and of the expert in it.
         rows: Argument of the call, ``[..., hidden]``.
         version: Version of ``rows`` at the call.
         dtype: Dtype of the result.
@@ -58,8 +57,7 @@ class Calls:
     """The calls of experts in one forward.
 
     Args:
-        path: Path of ``caller``, for messages.
-        caller: Module that calls the experts.
+        path, caller: Path of the module that calls the experts, for messages, and the module.
         lists: Lists of experts, in order.
     """
 

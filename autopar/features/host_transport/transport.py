@@ -114,10 +114,7 @@ class HostTransport(NotCopied):
         """Run a collective by torch's name, with identical sizes on all ranks.
 
         ``all_reduce(x)`` sums in place; ``all_gather_into_tensor(out, x)`` and ``reduce_scatter_tensor(out, x)`` need
-        flat contiguous tensors.
-
-        Returns:
-            False if shared memory does not support the collective; identical on all ranks.
+        flat contiguous tensors. Returns False on all ranks if shared memory does not support the collective.
 
         Raises:
             DistBackendError: A rank has ended, failed or timed out (timeout of the axis's group).

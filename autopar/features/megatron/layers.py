@@ -202,8 +202,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear, metaclass=_Swapped):
         output_size: Number of output features of the full layer; need not be divisible by the number of ranks.
         bias: True for a bias, ``[out/tp]``.
         gather_output: True to return the full ``[..., out]``.
-        init_method: Function ``init_method(weight)`` that fills the full weight in place; the bias is then 0. Default:
-            as ``nn.Linear``.
+        init_method: Function that fills the full weight in place; the bias is then 0. Default: as ``nn.Linear``.
         stride: Number of parts next to each other, each sharded separately (``q | k | v``: 3, ``gate | up``: 2).
         unit: Number of features that stay together on one rank (the width of a head).
         keep_master_weight_for_test: True to keep the full weight as ``master_weight``.

@@ -53,10 +53,7 @@ class Adapters:
     def rules(
         self, matches: Sequence[RuleMatch], modules: Mapping[str, ModulePlan], tp: int
     ) -> Iterator[tuple[RuleMatch, TensorRule]]:
-        """Yield the rules of all adapters, each with the match of its base layer.
-
-        Args:
-            modules: Plans of the base layers, by path.
+        """Yield the rules of all adapters, each with the match of its base layer in ``modules``.
 
         Raises:
             ConfigError: An adapter does not support the rule of its base layer.

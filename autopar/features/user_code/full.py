@@ -77,16 +77,11 @@ def full_params(
     """
     root = next((module for module in model.modules() if "_autopar" in vars(module)), None)  # through wrappers
     if root is None:
-        raise ConfigError(
-            f"full_params requires a parallelized model, got {type(model).__name__}\n  Call autopar.initialize first."
-        )
+        raise ConfigError(f"full_params requires a model from autopar.initialize, got {type(model).__name__}")
     model, state = root, vars(root)["_autopar"]
     if state.config.fully_sharded:
         stage = state.config.zero_stage
-        raise ConfigError(
-            f"full_params is not supported with zero.stage {stage}, where torch's FSDP2 holds the weights\n"
-            "  Use module.unshard()."
-        )
+        raise ConfigError(f"full_params is not supported with zero.stage {stage} (FSDP2)\n  Use module.unshard().")
     chosen = _chosen(state, names)
     mpu, generators = state.mpu, Generators.now()
     alone = mpu.world_size == mpu.shards.size

@@ -49,11 +49,7 @@ def local_hooks(module: nn.Module) -> None:
 
 
 class FullTensorHooks:
-    """The user hooks of one model, which see full tensors.
-
-    Attributes:
-        dicts: Torch's dicts of hooks that may hold a user hook.
-    """
+    """The user hooks of one model, which see full tensors; ``dicts``: torch's dicts that may hold a user hook."""
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
         self._known = {id(shards.module): shards._replace(axis=axis) for shards in _shards_of(model)}
@@ -200,11 +196,7 @@ class GatheredTensors:
         self._kept: list[torch.Tensor] = []  # tensors that the hook gets unchanged
 
     def full(self, value: Any, *, gradient: bool = False) -> Any:
-        """Return ``value`` with its first tensor, the hidden states, gathered.
-
-        Args:
-            gradient: True for gradients, which are gathered without autograd.
-        """
+        """Return ``value`` with its first tensor, the hidden states, gathered; a ``gradient`` without autograd."""
         tensors = [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
         first = next((x for x in tensors if x.is_floating_point() and x.ndim > 1), None)
         found = None if first is None else self._sharded(first)

@@ -30,13 +30,13 @@ def test_what_needs_all_rows_does_not_go_with_sequence_parallelism() -> None:
     model = build(Case("bloom", "BloomForCausalLM"), 6, 3)
     plan = plan_rows(model, find_policy(model), "", 2)
     words = (
-        "context_parallel_size=2 does not fit BloomForCausalLM: beside sequence_parallel: "
-        "transformer.h.0.self_attention mixes rows, so it runs with all of them: of 2 modules the first.\n"
-        "  Leave sequence_parallel out"
+        "context_parallel_size=2 does not fit BloomForCausalLM: with sequence_parallel, "
+        r"transformer.h.0.self_attention needs all rows \(the first of 2 such modules\)\n"
+        "  Set sequence_parallel: false."
     )
     with pytest.raises(ConfigError, match=words):
         check_beside_sequence(model, plan, 2)
-    with pytest.raises(ConfigError, match="so each block's are joined"):
+    with pytest.raises(ConfigError, match="its code between the blocks may mix rows"):
         check_beside_sequence(model, replace(plan, whole={}, between=True), 2)
     check_beside_sequence(model, replace(plan, whole={}), 2)
 
@@ -95,7 +95,7 @@ def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
     ("model_type", "head", "changes", "words"),
     [
         ("bart", "BartForConditionalGeneration", {"decoder_layerdrop": 0.25}, "layerdrop=0.25 skips blocks at random"),
-        ("vit", "ViTForImageClassification", {}, r"vit\.\S+ does not run over words"),
+        ("vit", "ViTForImageClassification", {}, r"vit\.\S+ does not run over tokens"),
         ("led", "LEDForConditionalGeneration", {}, "longformer_self_attn: .*is invalid"),
         ("xlnet", "XLNetLMHeadModel", {}, "mems is made of rows"),
     ],

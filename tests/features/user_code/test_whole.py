@@ -140,7 +140,7 @@ def test_what_is_done_wrong_inside_changes_nothing() -> None:
             weight.data.zero_()
             raise KeyError
     unchanged()
-    with pytest.raises(ConfigError, match="full_params requires a parallelized model, got Linear"):
+    with pytest.raises(ConfigError, match=r"full_params requires a model from autopar.initialize, got Linear"):
         with autopar.full_params(nn.Linear(2, 2)):
             pass
 

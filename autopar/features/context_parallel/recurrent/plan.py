@@ -98,12 +98,7 @@ def _at_once(module: nn.Module, call: Call, where: WholeModule) -> list[torch.Te
 def _in_pieces(
     module: nn.Module, how: HandedStates, call: Call, where: WholeModule, keys: set[Key], dropped: Key | None = None
 ) -> list[torch.Tensor]:
-    """Return the outputs and gradients of a run in pieces.
-
-    Args:
-        keys: Set that receives the keys of the passed states.
-        dropped: Key of a state that is replaced by zeros, or None.
-    """
+    """Run in pieces; add the keys of passed states to ``keys``, and replace the ``dropped`` state by zeros."""
     call, ends = _leaves(call), list(itertools.accumulate(_PIECES))
     layout = Layout.of(1, [Block("row", ends[-1], 1, tuple(zip([0, *ends], ends, strict=False)))])
     pieces, before, ties = [], None, Counter[str]()
@@ -200,14 +195,11 @@ _CHUNK = 4  # chunk size of scans, small so that few rows make several chunks
 def hand_on_states(
     model: nn.Module, copied: nn.Module, plan: RowPlan, calls: Mapping[str, Call], rows: int, batch: int
 ) -> None:
-    """Let modules of ``plan`` pass states if they then compute the same result.
+    """Let modules of ``plan`` pass states if they then compute the same result; ``model`` stays unchanged.
 
     Args:
-        model: Model, which stays unchanged.
-        copied: Copy of the model without memory, which has run with ``calls``.
-        calls: Path of a module -> arguments of its call.
-        rows: Number of rows in ``calls``.
-        batch: Number of sequences in ``calls``.
+        copied: Copy of the model on the meta device, which has run with ``calls``.
+        calls: Path of a module -> arguments of its call, with ``batch`` sequences of ``rows`` rows.
     """
     undo(copied)
     known: dict[Any, HandedStates | None] = {}
