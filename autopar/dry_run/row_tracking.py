@@ -88,14 +88,14 @@ class RowSearch(ABC):
         batch: Number of sequences; not a multiple of ``ranks``.
         wholes: Paths of modules that run on full sequences.
         entries: Paths of modules whose own code runs on full sequences, unless they are in ``wholes``.
-        whole_blocks: True if a block may be in ``wholes``.
+        full_blocks: True if a block may be in ``wholes``.
         outside: True if sequences are sharded outside blocks too.
 
     Raises:
         ConfigError: The model is not supported.
     """
 
-    whole_blocks = outside = False
+    full_blocks = outside = False
 
     def __init__(self, model: nn.Module, prefix: str, elements: Sequence[str], encoder: int | None, ranks: int) -> None:
         self.model: Any = model
@@ -162,15 +162,15 @@ class RowSearch(ABC):
     def widen(self, failure: Misfit) -> bool:
         """Run the innermost module around a failure on full sequences; return False if all of them already do."""
         path, block = failure.path, self.block_of(failure.path)
-        while block and lies_in(path, block) and (self.whole_blocks or path != block):
-            known = any(lies_in(path, whole) for whole in self.wholes)
+        while block and lies_in(path, block) and (self.full_blocks or path != block):
+            known = any(lies_in(path, each) for each in self.wholes)
             if not known and not any(path.startswith(f"{entry}.") for entry in self.entries):
-                self.make_whole(self.counterparts(path))
+                self.run_in_full(self.counterparts(path))
                 return True
             path = path.rpartition(".")[0]
         return False
 
-    def make_whole(self, paths: Iterable[str]) -> None:
+    def run_in_full(self, paths: Iterable[str]) -> None:
         """Run these modules, with all modules inside, on full sequences."""
         self.wholes = outermost((*self.wholes, *paths))
         self.entries = outermost(self.entries, self.wholes)
@@ -233,7 +233,7 @@ class RowTracking(ValuelessTracking):
         """Return whether any tensor in ``value`` holds rows."""
         return any(tensor in self._rows for tensor in tensors_in(value))
 
-    def whole(self, value: Any) -> Any:
+    def unmarked(self, value: Any) -> Any:
         """Return new tensors of the same shapes that are not marked as rows."""
         with self.paused():
             return tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, value)

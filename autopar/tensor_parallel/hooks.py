@@ -248,7 +248,7 @@ class ShardCaches:
         return found
 
 
-def goes_on(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def reuses_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a forward gets a cache that the parallelized model filled and that was not reset."""
     caches = [list(caches_in(value)) for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     return any(
@@ -356,13 +356,14 @@ class BeforeForward(Hook):
                 seen = self._or_report(lambda: [begin(model) for begin in self.region.beginning])
                 if self.check is not None:
                     self.check.begun = seen  # compared before anything gathers
-            self.check_forward(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
+            cached = not silent and self.check is not None and reuses_cache(args, kwargs)
+            self.check_forward(model, named, cached=cached)
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
         return changed
 
     def check_forward(
-        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
+        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, cached: bool = False
     ) -> None:
         """Check a forward with these named arguments. A collective if values are compared."""
         if self.together:
@@ -372,7 +373,7 @@ class BeforeForward(Hook):
             if self.check is not None:
                 self.check.reset()
         if self.check is not None:
-            self.check.before_forward(model, arguments, compiled=compiled, going_on=going_on)
+            self.check.before_forward(model, arguments, compiled=compiled, cached=cached)
 
     def _or_report(self, step: Callable[[], T]) -> T:
         """Run a step; if it raises on this rank alone, let the other ranks raise too."""

@@ -206,7 +206,7 @@ def test_numbers_of_samples_count_replicas():
     words = "per_device_train_batch_size=4 x 1 replicas x 2 steps_per_generation = 8 samples must be divisible"
     with pytest.raises(ConfigError, match=words):
         count_replicas(arguments(num_generations=16), 1)
-    with pytest.raises(ConfigError, match="per_device_eval_batch_size=4 x 1 replicas = 4 samples, and 8 completions"):
+    with pytest.raises(ConfigError, match="per_device_eval_batch_size=4 x 1 replicas = 4 samples must be divisible"):
         count_replicas(arguments(eval_strategy="steps"), 1)
 
 

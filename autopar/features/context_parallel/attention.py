@@ -166,7 +166,7 @@ def _ulysses(state: RowState, rows: Layout, call: _Call) -> torch.Tensor:
     key, value = (exchange(x, axis, of_keys, rows, to_heads=True) for x in (call.key, call.value))
     if kv_heads < axis.size and query.shape[1]:
         key, value, groups = _of_groups(call.module, key, value, groups, of_queries.ranges(axis.rank)[0])
-    full = {name: state.whole_of(x) for name, x in call.given.items() if isinstance(x, torch.Tensor)}  # positions
+    full = {name: state.full_of(x) for name, x in call.given.items() if isinstance(x, torch.Tensor)}  # positions
     given = call.given | full
     given |= {name: _of_heads(given[name], of_queries, axis.rank) for name in (*_PER_HEAD, *_BIASES) if name in given}
     if query.shape[1]:

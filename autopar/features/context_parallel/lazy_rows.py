@@ -156,7 +156,7 @@ class _Closed(torch.autograd.Function):
         raise RuntimeError(_LOST)
 
 
-def whole_tensors(value: Any) -> Any:
+def full_tensors(value: Any) -> Any:
     """Return a nested value with lazy tensors replaced by full tensors."""
     found = any(isinstance(x, LazyRows) for x in tree_leaves(value))
     return tree_map_only(LazyRows, lambda x: x.full(), value) if found else value

@@ -29,7 +29,7 @@ from autopar.errors import ConfigError
 from autopar.features.context_parallel.lazy_rows import may_own_rows
 from autopar.features.context_parallel.recurrent.plan import Call, hand_on_states
 from autopar.features.context_parallel.setup import apply
-from autopar.features.context_parallel.state import RowPlan, WholeModule, refused_hook
+from autopar.features.context_parallel.state import GatheredModule, RowPlan, refused_hook
 from autopar.plan.stages import StagePlan, elements_of, lies_in
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
@@ -98,7 +98,7 @@ class _Search(RowSearch):
 
     copied: PreTrainedModel
     calls: dict[str, Call]
-    whole_blocks = outside = True
+    full_blocks = outside = True
 
     def __init__(self, model: nn.Module, prefix: str, elements: Sequence[str], encoder: int | None, ranks: int) -> None:
         super().__init__(model, prefix, elements, encoder, ranks)
@@ -161,7 +161,7 @@ class _Search(RowSearch):
         return True
 
     def attempt(self) -> None:
-        whole = {path: WholeModule() for path in self.wholes}
+        whole = {path: GatheredModule() for path in self.wholes}
         self.plan = replace(self.plan, whole=whole, arguments={}, numbers={}, crosses={})
         model = meta_copy(self.model)
         state = apply(model, self.plan, Axis("cp", None, range(self.ranks), 0), "auto")

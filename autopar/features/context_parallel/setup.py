@@ -24,9 +24,9 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.attention import Implementation, register
-from autopar.features.context_parallel.lazy_rows import LazyRows, OwnRows, RowsOfLogits, whole_tensors
+from autopar.features.context_parallel.lazy_rows import LazyRows, OwnRows, RowsOfLogits, full_tensors
 from autopar.features.context_parallel.recurrent.state_passing import StatesOfRank, own_arguments, place_of, with_states
-from autopar.features.context_parallel.state import RowPlan, RowState, WholeModule, entered, join
+from autopar.features.context_parallel.state import GatheredModule, RowPlan, RowState, entered, join
 from autopar.layout import Layout
 from autopar.plan.stages import lies_in
 from autopar.setup.steps import Given, Parallelized
@@ -150,7 +150,7 @@ class AfterRows(_RowHook):
         if state.cutting and isinstance(output, dict):
             output = _joined(output, state, outermost=outermost)
         if outermost:
-            output = whole_tensors(output) if state.cutting else output
+            output = full_tensors(output) if state.cutting else output
             state.finish(failed=output is None)
         return output
 
@@ -165,7 +165,7 @@ def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:
             number = len(state.plan.lists) - 1
             if name.startswith("encoder"):
                 number -= 1  # no such list if the encoder ran on full sequences
-            changed[name] = _whole(value, state, number)
+            changed[name] = _gathered(value, state, number)
     return type(output)(**{**output, **changed}) if changed else output
 
 
@@ -173,11 +173,11 @@ _ROUTERS = ("router_logits", "encoder_router_logits", "decoder_router_logits")
 _HIDDEN = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
-def _whole(value: Any, state: RowState, number: int) -> Any:
+def _gathered(value: Any, state: RowState, number: int) -> Any:
     """Gather the output of a block if it has this rank's rows; the output of a module with all rows is full already."""
     layout = state.layouts.get(number)
     if isinstance(value, tuple | list):
-        return type(value)(_whole(x, state, number) for x in value)
+        return type(value)(_gathered(x, state, number) for x in value)
     if not isinstance(value, torch.Tensor) or layout is None or value.ndim < 2:
         return value
     own, dim = layout.local_size(state.axis.rank), 1 if value.ndim > 2 else 0  # [batch * rows, experts]
@@ -254,8 +254,8 @@ class BlockBoundary:
                 plain = vars(module).get(RECOMPUTE)
                 if plain is not None and not isinstance(plain, Recomputed):
                     module._gradient_checkpointing_func = Recomputed(plain, state)
-        whole = first or state.plan.between
-        enter = lambda name, x: self._enter(name, x, layout, whole=whole or name != hidden)  # noqa: E731
+        full = first or state.plan.between
+        enter = lambda name, x: self._enter(name, x, layout, full=full or name != hidden)  # noqa: E731
         args, kwargs = change_given(self, args, kwargs, enter)
         out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if not (last or state.plan.between):
@@ -266,11 +266,11 @@ class BlockBoundary:
             state.inside.discard(number)
         return _join(state, layout, out, keeps=keeps)
 
-    def _enter(self, name: str, value: Any, layout: Layout, *, whole: bool) -> Any:
+    def _enter(self, name: str, value: Any, layout: Layout, *, full: bool) -> Any:
         """Return this rank's rows of an argument, or all of an argument that stays full."""
         if isinstance(value, Cache):
             return None  # empty, and made by the model itself
-        if not whole or name.startswith("encoder_") or any(part in name for part in _FULL):
+        if not full or name.startswith("encoder_") or any(part in name for part in _FULL):
             return value
         state = self._autopar_rows
 
@@ -281,9 +281,9 @@ class BlockBoundary:
                 return x
             dim = _dim_of_rows(place_of(path, x, name), x, layout.size, state)
             if dim is None:
-                return whole_tensors(x)
+                return full_tensors(x)
             opened = x.opened(layout, dim) if isinstance(x, LazyRows) else None
-            return state.narrow(whole_tensors(x), layout, dim) if opened is None else opened
+            return state.narrow(full_tensors(x), layout, dim) if opened is None else opened
 
         return tree_map_with_path(own, value)
 
@@ -293,8 +293,8 @@ def _length(name: str, x: Any, state: RowState) -> int:
     if not isinstance(x, torch.Tensor) or x.ndim < 3:
         return 0
     if state.tracking is not None:
-        whole = state.tracking.prime * state.axis.size
-        return whole if list(x.shape).count(whole) == 1 and not state.tracking.holds_rows(x) else 0
+        length = state.tracking.prime * state.axis.size
+        return length if list(x.shape).count(length) == 1 and not state.tracking.holds_rows(x) else 0
     return x.shape[state.plan.arguments.get(place_of((), x, name), 1)]
 
 
@@ -368,7 +368,7 @@ class NeedsAllRows:
     """Class mixed into a module that mixes rows: it runs with all rows on every rank, or passes states."""
 
     _autopar_rows: RowState
-    _autopar_whole: tuple[int, WholeModule, str]  # number of its list, how it runs, its path
+    _autopar_whole: tuple[int, GatheredModule, str]  # number of its list, how it runs, its path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state, (number, where, path) = self._autopar_rows, self._autopar_whole
@@ -392,7 +392,7 @@ class NeedsAllRows:
             state.cutting = True
         return _own_part(out, state, layout, where)
 
-    def _gather(self, values: Any, state: RowState, number: int, layout: Layout, where: WholeModule) -> Any:
+    def _gather(self, values: Any, state: RowState, number: int, layout: Layout, where: GatheredModule) -> Any:
         own = layout.local_size(state.axis.rank)
 
         def gather(path: Any, x: Any) -> Any:
@@ -403,7 +403,7 @@ class NeedsAllRows:
                 found = next(d for d, size in enumerate(x.shape) if size and size % own == 0)
                 where.inputs[name], where.folded[name] = found, x.shape[found] // own
             dim = where.inputs.get(name)
-            before = state.whole_of(x)
+            before = state.full_of(x)
             if dim is None or before is not x:
                 return before
             folded = where.folded[name]  # multiple of the rows in the dim: 1, or once per sequence
@@ -432,7 +432,7 @@ def gather_all(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> to
     return state.unmark(all_gather(x, state.axis, layout, dim))
 
 
-def _own_part(out: Any, state: RowState, layout: Layout, where: WholeModule) -> Any:
+def _own_part(out: Any, state: RowState, layout: Layout, where: GatheredModule) -> Any:
     def own(path: Any, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x

@@ -37,7 +37,7 @@ def refused_hook(path: str, hook: Any, ranks: int) -> str:
 
 
 @dataclass
-class WholeModule:
+class GatheredModule:
     """A module that runs on full sequences on every rank, with the dims of rows in its arguments and outputs.
 
     Attributes:
@@ -72,7 +72,7 @@ class RowPlan:
     lists: tuple[tuple[str, ...], ...]
     arguments: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, set[int]] = field(default_factory=dict)
-    whole: dict[str, WholeModule] = field(default_factory=dict)
+    whole: dict[str, GatheredModule] = field(default_factory=dict)
     own: tuple[str, ...] = ()
     crosses: dict[str, bool] = field(default_factory=dict)
     head: str | None = None
@@ -221,7 +221,7 @@ class RowState:
             self._narrowed[id(known[1])] = (known[1], x)
         return known[1]
 
-    def whole_of(self, x: torch.Tensor) -> torch.Tensor:
+    def full_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return the full tensor whose local rows are ``x``, or ``x`` if it is unknown."""
         known = self._narrowed.get(id(x))
         return x if known is None or known[0] is not x or known[1].numel() <= x.numel() else known[1]
@@ -234,7 +234,7 @@ class RowState:
 
     def unmark(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` as a full tensor; in a dry run a new tensor."""
-        return x if self.tracking is None else self.tracking.whole(x)
+        return x if self.tracking is None else self.tracking.unmarked(x)
 
 
 # -- gather rows ---------------------------------------------------------------------------------------------------

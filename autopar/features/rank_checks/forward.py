@@ -97,14 +97,14 @@ class ForwardCheck:
     # -- around a forward ------------------------------------------------------------------------------------------
 
     def before_forward(
-        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
+        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, cached: bool = False
     ) -> None:
         """Compare the call, inputs, generators and weights. A collective of the tp and cp axes.
 
         Args:
             arguments: Arguments by name (:func:`named_arguments`).
             compiled: True in a compiled graph, which does not call :meth:`after_forward`.
-            going_on: True for a forward with a cache that an earlier forward filled. In evaluation it compares weights
+            cached: True for a forward with a cache that an earlier forward filled. In evaluation it compares weights
                 only in one of :data:`_WATCHED_AGAIN` forwards, since the earlier forward compared them.
 
         Raises:
@@ -120,9 +120,9 @@ class ForwardCheck:
         if not full and not self.every:
             return
         self._samples.collect(model)
-        seen = self._described(model, arguments, going_on=going_on)
+        seen = self._described(model, arguments, cached=cached)
         numbers = [of_text(repr(seen))]
-        brief = going_on and full and not model.training and 0 < self.every <= number % _WATCHED_AGAIN
+        brief = cached and full and not model.training and 0 < self.every <= number % _WATCHED_AGAIN
         if full:
             watched = self._watches and not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
             self._before = Generators.now().digests() if watched and not brief else None
@@ -216,14 +216,14 @@ class ForwardCheck:
         self._full_after = made if due else self._full_after
         return due
 
-    def _described(self, model: nn.Module, arguments: Mapping[str, Any], *, going_on: bool) -> dict[str, str]:
+    def _described(self, model: nn.Module, arguments: Mapping[str, Any], *, cached: bool) -> dict[str, str]:
         """Return the values that every forward compares, by name."""
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
         seen["weights that are trained"] = f"{of_text(self._samples.trained()):x}"[:8]
         for each in self.begun:
             seen |= each
-        seen |= {"continues from a cache": "yes"} if going_on else {}
+        seen |= {"continues from a cache": "yes"} if cached else {}
         for name, value in leaves(arguments):
             if isinstance(value, torch.Tensor):
                 wants = ", requires a gradient" if value.requires_grad else ""

@@ -109,7 +109,7 @@ class _Search(RowSearch):
         self.entries, self.wholes = _entries_of(self.plan_inside, self.blocks, wrapped)
         # Stochastic depth draws one number per sample, not per row.
         inside = (path for path in self.kinds if self.block_of(path) not in ("", path))
-        self.make_whole(path for path in inside if vars(self.model.get_submodule(path)).get("drop_prob"))
+        self.run_in_full(path for path in inside if vars(self.model.get_submodule(path)).get("drop_prob"))
         self.settle()
         if set(self.wholes).issuperset(self.blocks):
             raise self.refusal("none of its blocks can run on rows of the sequence")
@@ -140,7 +140,7 @@ class _Search(RowSearch):
             idle = {path for path in outermost(idle) if not any(lies_in(path, k) for k in known)}
             if not idle:
                 break
-            self.make_whole(idle)
+            self.run_in_full(idle)
 
     def otherwise(self, failure: Misfit) -> bool:
         if not failure.inputs or self.inputs:
@@ -222,7 +222,7 @@ class _Search(RowSearch):
         names = tracking.on_rows[block]
         for name in sorted(names):
             owner = name.rpartition(".")[0]
-            if name in tracking.on_whole:
+            if name in tracking.on_full:
                 raise Misfit(owner, f"{name.rpartition('.')[2]} works both on rows and on full sequences")
             if owner not in ran[block]:
                 raise Misfit("", f"rows of {self.start}{block} use a result of {self.start}{name} from outside")
@@ -275,7 +275,7 @@ class SequenceTracking(ActivationTracking):
 
     Attributes:
         on_rows: Block -> names of parameters that work on rows in it.
-        on_whole: Names of parameters that work on full sequences.
+        on_full: Names of parameters that work on full sequences.
         worked: Blocks that used rows.
     """
 
@@ -286,7 +286,7 @@ class SequenceTracking(ActivationTracking):
         super().__init__(mixed)
         self.rows, self.stack = rows, stack
         self.on_rows: dict[str, set[str]] = {block: set() for block in blocks}
-        self.on_whole: set[str] = set()
+        self.on_full: set[str] = set()
         self.worked: set[str] = set()
 
     @property
@@ -325,7 +325,7 @@ class SequenceTracking(ActivationTracking):
         parameters = {name for kind in kinds for name in kind.parameters}
         if "rows" not in names:
             if names & {"replicated", "sharded"}:
-                self.on_whole |= parameters
+                self.on_full |= parameters
             return super()._combine(kinds)
         if "sharded" in names:
             raise MixedRows("combines rows with a sharded activation")
@@ -402,6 +402,6 @@ class SampleRows(RowsOfList):
         y = super().leave(x, rows)
         return self.region.mark_replicated(y.new_empty(*self.shape[:2], *y.shape[2:]))
 
-    def has_others(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def has_new_arguments(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return False: a dry run knows all arguments."""
         return False

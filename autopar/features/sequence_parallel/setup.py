@@ -156,7 +156,7 @@ class SequenceState:
             region.release()
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def full_sequences(self) -> Iterator[None]:
         """Compute with full sequences inside :meth:`on_rows`."""
         region, rows = self.region, self.region.rows
         region.rows = None
@@ -167,7 +167,7 @@ class SequenceState:
             region.rows = rows
             region.release()
 
-    def enter_whole(self, rows: torch.Tensor) -> torch.Tensor:
+    def enter_full(self, rows: torch.Tensor) -> torch.Tensor:
         """Gather ``[batch, seq/tp, hidden] -> [batch, seq, hidden]`` for a region and the code before it.
 
         The backward reduce-scatters the gradient of the copy by :meth:`Region.enter`. Any other gradient is full
@@ -194,23 +194,23 @@ class RowsOfList:
     Attributes:
         rows: Layout of the rows; None for full sequences.
         between: Whether hidden states are full between the blocks.
-        stays_whole: Whether this forward uses full sequences, because it returns outputs of routers that work on rows.
+        stays_full: Whether this forward uses full sequences, because it returns outputs of routers that work on rows.
     """
 
     def __init__(self, state: SequenceState, plan: SequencePlan) -> None:
         self.state, self.region, self.inputs = state, state.region, plan.inputs
         self.known = _OF_BLOCKS | set(plan.given)
         self.rows: Layout | None = None
-        self.between = self.stays_whole = False
+        self.between = self.stays_full = False
         self.routers_whole = plan.routers_whole
 
     def note_length(self, x: torch.Tensor) -> torch.Tensor:
         """Record the length of ``x``, ``[batch, seq, hidden]``; returns ``x``."""
-        self.rows = None if self.stays_whole else rows_layout(x.shape[1], self.region.axis.size)
+        self.rows = None if self.stays_full else rows_layout(x.shape[1], self.region.axis.size)
         self.state.rows_are_out = self.rows is not None
         return x
 
-    def has_others(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def has_new_arguments(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a block gets tensor arguments that it did not get in the dry run."""
         return any(isinstance(value, torch.Tensor) for value in _unknown(self.known, block, args, kwargs))
 
@@ -253,7 +253,7 @@ class Arguments(Hook):
         of.rows = None  # until the first block
         of.between = any(isinstance(x, torch.Tensor) or (type(x) is int and x != 0) for x in others)
         name = "output_router_logits"
-        of.stays_whole = not of.routers_whole and bool(kwargs.get(name, getattr(model.config, name, False)))
+        of.stays_full = not of.routers_whole and bool(kwargs.get(name, getattr(model.config, name, False)))
 
 
 class RowsBlock:
@@ -267,28 +267,28 @@ class RowsBlock:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of, (first, last) = self.rows_list, self.rows_ends
-        comes_whole = first or (of.between and of.rows is not None)
-        leaves_whole = last or of.between
-        if comes_whole:
+        enters_full = first or (of.between and of.rows is not None)
+        leaves_full = last or of.between
+        if enters_full:
             change_first(self, args, kwargs, of.note_length)
         if of.rows is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         # The dry run did not see these arguments; and hooks must get gradients of full sequences.
-        if self.rows_hooked or of.has_others(self, args, kwargs):
-            if not comes_whole:
+        if self.rows_hooked or of.has_new_arguments(self, args, kwargs):
+            if not enters_full:
                 args, kwargs = change_first(self, args, kwargs, of.leave)
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-            of.state.rows_are_out &= not leaves_whole
-            return output if leaves_whole else change_output(output, of.enter)
-        if comes_whole:
+            of.state.rows_are_out &= not leaves_full
+            return output if leaves_full else change_output(output, of.enter)
+        if enters_full:
             args, kwargs = change_first(self, args, kwargs, of.enter)
         if of.inputs:
             taken = lambda name, x: of.take(x) if name in of.inputs and isinstance(x, torch.Tensor) else x  # noqa: E731
             args, kwargs = change_given(self, args, kwargs, taken)
         output = super().__call__(*args, **kwargs, autopar_rows=of.rows)  # type: ignore[misc]
         output = change_output(output, of.made)
-        of.state.rows_are_out &= not leaves_whole
-        return change_output(output, of.leave) if leaves_whole else output
+        of.state.rows_are_out &= not leaves_full
+        return change_output(output, of.leave) if leaves_full else output
 
     @property
     def full_length(self) -> int | None:
@@ -317,7 +317,7 @@ class GatheredInput:
         region = self.rows_state.region
         if region.rows is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = change_first(self, args, kwargs, self.rows_state.enter_whole)
+        args, kwargs = change_first(self, args, kwargs, self.rows_state.enter_full)
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         region.leave()
         return output
@@ -338,7 +338,7 @@ class FullSequence:
             return region.mark_replicated(gather_rows(x, region.axis, rows))
 
         args, kwargs = change_first(self, args, kwargs, gathered)
-        with self.rows_state.whole():
+        with self.rows_state.full_sequences():
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         return change_output(output, lambda y: region.mark_rows(own_rows(y, region.axis, rows)))
 

@@ -32,7 +32,7 @@ from autopar.features.context_parallel.recurrent.state_passing import (
     with_states,
 )
 from autopar.features.context_parallel.setup import undo
-from autopar.features.context_parallel.state import RowPlan, WholeModule
+from autopar.features.context_parallel.state import GatheredModule, RowPlan
 from autopar.layout import Block, Layout
 from autopar.swap import argument_names, change_given
 from autopar.tensor_tracking import tensors_in
@@ -45,7 +45,7 @@ ROWS, BATCH = sum(_PIECES), 1
 _CLOSE, _FAR = 1e-4, 1e-3  # relative to the largest number
 
 
-def goes_on(module: nn.Module, how: HandedStates, call: Call, where: WholeModule) -> bool:
+def is_exact_in_pieces(module: nn.Module, how: HandedStates, call: Call, where: GatheredModule) -> bool:
     """Return whether ``module`` computes the same values and gradients from pieces as from all rows of ``call``.
 
     Without any one of the states that ``how`` describes, the result must differ.
@@ -89,14 +89,14 @@ def _with_padding(module: nn.Module, call: Call) -> Call:
     return args, {**dict.fromkeys(masks, padding), **kwargs}
 
 
-def _at_once(module: nn.Module, call: Call, where: WholeModule) -> list[torch.Tensor]:
+def _at_once(module: nn.Module, call: Call, where: GatheredModule) -> list[torch.Tensor]:
     """Return the outputs of a single call, followed by gradients if they are enabled."""
     call = _leaves(call)
     return _with_gradients(module, call, _outputs(module(*call[0], **call[1]), where))
 
 
 def _in_pieces(
-    module: nn.Module, how: HandedStates, call: Call, where: WholeModule, keys: set[Key], dropped: Key | None = None
+    module: nn.Module, how: HandedStates, call: Call, where: GatheredModule, keys: set[Key], dropped: Key | None = None
 ) -> list[torch.Tensor]:
     """Run in pieces; add the keys of passed states to ``keys``, and replace the ``dropped`` state by zeros."""
     call, ends = _leaves(call), list(itertools.accumulate(_PIECES))
@@ -161,7 +161,7 @@ def _leaves(call: Call) -> Call:
     return args, kwargs
 
 
-def _outputs(out: Any, where: WholeModule) -> list[torch.Tensor]:
+def _outputs(out: Any, where: GatheredModule) -> list[torch.Tensor]:
     """Return the tensors in the output of a module, all of which must have rows."""
     leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(out)[0] if isinstance(x, torch.Tensor)]
     if [name for name, _ in leaves] != list(where.outputs):
@@ -215,7 +215,7 @@ def hand_on_states(
 
 
 def _states_of(
-    model: Any, module: nn.Module, like: nn.Module, where: WholeModule, call: Call, rows: int, batch: int
+    model: Any, module: nn.Module, like: nn.Module, where: GatheredModule, call: Call, rows: int, batch: int
 ) -> HandedStates | None:
     """Return the states that a module passes from rank to rank; None if it needs full sequences."""
     forward = inspect.signature(inspect.unwrap(type(like).forward))
@@ -231,7 +231,7 @@ def _states_of(
         numbers = _numbers(made, call, where, rows, batch, words)
     except Exception:  # weights of an unknown kind
         return None
-    return next((how for how in ways if goes_on(made, how, numbers, where)), None)
+    return next((how for how in ways if is_exact_in_pieces(made, how, numbers, where)), None)
 
 
 # -- weights and arguments of the trial ----------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class _OneNumberEach:
         return x.index_select(-1, self.place) * self.factor
 
 
-def _numbers(module: nn.Module, call: Call, where: WholeModule, rows: int, batch: int, words: int) -> Call:
+def _numbers(module: nn.Module, call: Call, where: GatheredModule, rows: int, batch: int, words: int) -> Call:
     """Return random arguments shaped like ``call``, without padding masks."""
     numbers, names = torch.Generator().manual_seed(1), argument_names(module)
 
