@@ -100,7 +100,7 @@ class Feature:
             same batch. The model's hooks call ``before_forward``, ``after_forward``, ``report``, ``reset``,
             ``check_call`` and ``first_only(compare, watch)`` of the returned object on every rank. They read its
             ``is_silent``, and set ``begun`` to the values of the functions in ``Region.beginning``. ``step``:
-            ``make(mpu, failures, whole_every, experts)`` is called if there are replicas, and
+            ``make(mpu, failures, full_every, experts)`` is called if there are replicas, and
             ``compare(optimizer, progress, closure, scaled)`` of its result before each step.
         rules: The rules of plans. An entry is the mixin that
             :func:`autopar.tensor_parallel.region_modules.region_class` puts before the class of a module when layers

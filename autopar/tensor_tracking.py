@@ -122,15 +122,15 @@ _LIKE = {
 }
 
 
-class WholeOnRead(torch.Tensor):
+class LazyGatherTensor(torch.Tensor):
     """A tensor that has the full shape and no memory."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether code has read the tensor, so that it is gathered."""
         raise NotImplementedError
 
-    def whole(self) -> torch.Tensor:
+    def full(self) -> torch.Tensor:
         """Return the gathered tensor, always the same object, so that all gradients go through it."""
         raise NotImplementedError
 
@@ -143,8 +143,8 @@ class WholeOnRead(torch.Tensor):
         raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.is_whole:
-            return repr(self.whole())
+        if self.is_full:
+            return repr(self.full())
         with no_overrides():
             return f"{type(self).__name__}({list(self.shape)}, {self.dtype}: {self.held()})"
 
@@ -161,7 +161,7 @@ class WholeOnRead(torch.Tensor):
         """Use the parts if possible, otherwise gather the tensor."""
         kwargs, name = kwargs or {}, name_of(func)
         first = args[0] if args else None
-        if isinstance(first, WholeOnRead) and not first.is_whole:
+        if isinstance(first, LazyGatherTensor) and not first.is_full:
             if name in _FACTS:
                 with no_overrides():
                     return func(*args, **kwargs)
@@ -172,7 +172,7 @@ class WholeOnRead(torch.Tensor):
         result = cls.from_parts(func, name, args, kwargs)
         if result is not None:
             return result
-        args, kwargs = tree_map_only(WholeOnRead, lambda x: x.whole(), (args, kwargs))
+        args, kwargs = tree_map_only(LazyGatherTensor, lambda x: x.full(), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -180,7 +180,7 @@ class WholeOnRead(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Gather the tensor for operations that do not come through Python."""
-        args, kwargs = tree_map_only(WholeOnRead, lambda x: x.whole().detach(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyGatherTensor, lambda x: x.full().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache, Qwen3NextConfig, StaticCache, Wav2Vec2Con
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.tensor_parallel.hooks import goes_on
+from autopar.tensor_parallel.hooks import reuses_cache
 from benchmarks.traffic import record
 from tests.compare import same_weights
 from tests.parity import close
@@ -114,7 +114,7 @@ def test_tokens_after_a_cache_are_compared_and_weights_now_and_then():
     with raises_everywhere(ConsistencyError, "input_ids: rank 0: [1, 1] ", "rank 1: [1, 2] "):
         model(ids[:, : 1 + rank], past_key_values=filled(model), use_cache=True)
     cache = filled(model)
-    with raises_everywhere(ConsistencyError, "goes on from a cache: rank 0: missing, rank 1: yes"):
+    with raises_everywhere(ConsistencyError, "continues from a cache: rank 0: missing, rank 1: yes"):
         model(ids, past_key_values=cache if rank else None, use_cache=True)
     cache = filled(model)
     if rank:
@@ -130,7 +130,7 @@ def test_ranks_that_disagreed_about_a_token_compare_the_same_afterwards():
     rank, ids = dist.get_rank(), torch.arange(4)[None]
     model = parallel(gpt2(), 2).eval()  # more replicated weights than one sample has
     cache = model(ids, use_cache=True).past_key_values
-    with raises_everywhere(ConsistencyError, "goes on from a cache: rank 0: missing, rank 1: yes"):
+    with raises_everywhere(ConsistencyError, "continues from a cache: rank 0: missing, rank 1: yes"):
         model(ids, past_key_values=cache if rank else None, use_cache=True)
     model(ids)
     if rank:
@@ -176,12 +176,12 @@ def test_weights_are_compared_for_tokens_however_seldom_forwards_are():
 def test_a_cache_that_was_reset_begins_anew(static):
     model, ids = parallel(llama(), 2).eval(), torch.arange(4)[None]
     cache = StaticCache(model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
-    assert not goes_on((), {"past_key_values": cache})
+    assert not reuses_cache((), {"past_key_values": cache})
     model(ids, past_key_values=cache, use_cache=True)
-    assert goes_on((), {"past_key_values": cache})
+    assert reuses_cache((), {"past_key_values": cache})
     model(ids[:, :1], past_key_values=cache, use_cache=True)
     cache.reset()
-    assert not goes_on((), {"past_key_values": cache})
+    assert not reuses_cache((), {"past_key_values": cache})
     if dist.get_rank():
         model.model.norm.weight.data[3] += 1e-6
     with raises_everywhere(ConsistencyError, "weight model.norm.weight: rank 0: "):
@@ -192,11 +192,11 @@ def test_states_of_linear_attention_that_were_reset_begin_anew():
     config = Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     cache = DynamicCache(config=config)
     cache._autopar_local = True
-    assert not goes_on((), {"cache_params": cache})
+    assert not reuses_cache((), {"cache_params": cache})
     cache.update_conv_state(torch.ones(1, 8, 4), 0)
-    assert goes_on((), {"cache_params": cache})
+    assert reuses_cache((), {"cache_params": cache})
     cache.reset()
-    assert not goes_on((), {"cache_params": cache})
+    assert not reuses_cache((), {"cache_params": cache})
 
 
 @pooled(world_size=2)

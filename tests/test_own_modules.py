@@ -274,7 +274,7 @@ def test_what_it_says_without_a_policy_that_fits() -> None:
         parallel(gpt(), policy=GPT_POLICY.replace("heads: n_head", "heads: n_heads"))
     with pytest.raises(PolicyError, match=r"'heads' is layers\.0\.head, which Attending lacks\. Did you mean 'heads'"):
         parallel(patches(), policy={**PATCHES, "units": {"heads": "layers.0.head"}})
-    with pytest.raises(ConfigError, match="recomputes the blocks of a model, and the policy of Sequential names no"):
+    with pytest.raises(ConfigError, match="activation_checkpointing requires 'blocks' in the policy of Sequential"):
         parallel(mlp(), policy=MLP_POLICY, config={"activation_checkpointing": {"enable": True}})
     with pytest.raises(ConfigError, match=r"must be a model class of transformers, got <class"):
         autopar.from_pretrained(GPT, "somewhere", policy=GPT_POLICY)

@@ -184,7 +184,7 @@ def test_blocks_that_are_recomputed_all_or_none_are_refused() -> None:
     model = Whole(llama().config)
     layers = nn.ModuleList(nn.Identity() for _ in model.model.layers)
     model.model.layers, model.model.gradient_checkpointing = layers, False
-    with pytest.raises(ConfigError, match=r"every=2: Whole recomputes its blocks all or none\. Leave it out"):
+    with pytest.raises(ConfigError, match=r"every=2 is not supported with Whole: it recomputes all blocks or none"):
         activation_checkpoint.check(model, (), "a policy", 2)
     with pytest.raises(ConfigError, match="every must be at least 1, not 0"):
         autopar.ParallelConfig.parse({"activation_checkpointing": {"every": 0}})
@@ -238,9 +238,9 @@ def test_a_tape_is_the_forward_or_an_error() -> None:
         tape.note("all_reduce", x)
     with tape.played():
         assert tape.plays("all_reduce", torch.zeros(3))
-        with pytest.raises(ConsistencyError, match=r"result 2 of a block is all_reduce of \(3,\) .*\n.* was none"):
+        with pytest.raises(ConsistencyError, match=r"result 2 of a block is all_reduce of \(3,\) .* was none in"):
             tape.plays("all_reduce", torch.zeros(3))
-    with tape.played(), pytest.raises(ConsistencyError, match=r"all_gather of \(3,\) .*\n.* was all_reduce of \(3,\)"):
+    with tape.played(), pytest.raises(ConsistencyError, match=r"all_gather of \(3,\) .* was all_reduce of \(3,\)"):
         tape.plays("all_gather", torch.zeros(3))
     x += 1  # a block may write into what a collective gave
     with tape.played():
@@ -252,7 +252,7 @@ def test_a_tape_is_the_forward_or_an_error() -> None:
 def test_a_model_without_blocks_to_recompute_is_refused_before_it_is_touched() -> None:
     model = build(cases("gemma4_audio")[0], 6, 3, vocab=131)
     kinds = [type(module) for module in model.modules()]
-    with pytest.raises(ConfigError, match="activation_checkpointing: Gemma4AudioModel does not support it; leave it"):
+    with pytest.raises(ConfigError, match="activation_checkpointing is not supported with Gemma4AudioModel"):
         autopar.initialize(model, {"activation_checkpointing": {"enable": True}})
     assert kinds == [type(module) for module in model.modules()]
 

@@ -20,7 +20,7 @@ from autopar.errors import CheckpointError
 from autopar.layout import Layout, Range, replica_rows
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import Closing, RangeFile, file_checksum
-from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, lazy_shard, narrowed, whole_box
+from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, full_box, lazy_shard, narrowed
 from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter, Spec, dtype_name, dtype_of, nbytes
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class ShardReader(Closing):
 
         shard = lazy_shard(self.lazy(name, part), layout, mpu.shards.rank)
         shard.check_shape(out)
-        box = whole_box(shard.shape)
+        box = full_box(shard.shape)
         if isinstance(out, DTensor):
             axis = mpu.fsdp if out.device_mesh.size() == mpu.dp_cp.size else mpu.copies
             box = (replica_rows(out.shape[0], axis.rank, axis.size), *box[1:])

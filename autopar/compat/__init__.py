@@ -1,6 +1,5 @@
-"""Private names of torch, transformers and peft: only here, and in the same folder of the tools, are they written.
+"""Private names of torch, transformers and PEFT; only this folder and ``autopar/tools/compat`` use them.
 
-Each name has a reader here in the field's words, and a probe (``tests/probes.py``) that a
-release of the library fails before anything else does. :mod:`autopar.compat.patches` lists the patches of other
-libraries is patched.
+Each name has a function or constant here, and a probe (``tests/probes.py``) that fails first when a release removes
+the name. :mod:`autopar.compat.patches` holds the patches of other libraries.
 """

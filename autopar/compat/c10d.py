@@ -1,4 +1,4 @@
-"""torch.distributed: groups, stores, backends and time-outs, DDP's and FSDP's parameters and groups."""
+"""Private names of torch.distributed: groups, stores, backends, timeouts, and parameters of DDP and FSDP."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PrefixStore = native.PrefixStore
 default_group = distributed_c10d._get_default_group
 default_store = distributed_c10d._get_default_store
 fake_worlds: list[int] = []
-"""The rank of this process in a world whose groups carry nothing, for rehearsals; empty elsewhere."""
+"""Rank of this process in a rehearsal, where groups send nothing; empty otherwise."""
 
 
 def in_fake_world() -> bool:
-    """Return whether the groups of this process carry nothing: tensors have no memory, and are on no device."""
+    """Return whether this process runs a rehearsal, where groups send nothing and tensors have no memory."""
     return bool(fake_worlds)
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """Return the backend that carries a group's collectives of tensors on a device."""
+    """Return the backend of a group for tensors on a device."""
     return group._get_backend(device)
 
 
@@ -44,12 +44,12 @@ def set_timeout(backend: Any, timeout: timedelta) -> None:
 
 
 def has_timeout(backend: Any) -> bool:
-    """Return whether :func:`set_timeout` knows a backend."""
+    """Return whether :func:`set_timeout` supports a backend."""
     return hasattr(backend, "_set_default_timeout") and hasattr(backend, "options")
 
 
 def destroy(groups: Iterable[Any]) -> None:
-    """Destroy process groups. DTensor forgets its results over them, which it would return for an equal mesh."""
+    """Destroy process groups, and clear DTensor's cache, which would return old results for an equal mesh."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     for group in groups:
@@ -59,7 +59,7 @@ def destroy(groups: Iterable[Any]) -> None:
 
 
 def number_of_next_group(number: int | None = None) -> int:
-    """Return the number by which torch names the next process group of this rank; with ``number`` it is this one."""
+    """Return the number in torch's name of the next process group of this rank; set it first if ``number`` is given."""
     world = distributed_c10d._world
     if number is not None:
         world.group_count = number
@@ -67,7 +67,7 @@ def number_of_next_group(number: int | None = None) -> int:
 
 
 def is_flat_parameter(parameter: torch.Tensor) -> bool:
-    """Return whether FSDP1 has put several parameters into this one."""
+    """Return whether FSDP1 has flattened several parameters into this one."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
@@ -75,37 +75,37 @@ _LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
 
 
 def leave_out_of_ddp(model: nn.Module, names: Iterable[str]) -> None:
-    """Let a ``DistributedDataParallel`` that is made of ``model`` later leave these parameters alone; none: not any."""
+    """Let a later ``DistributedDataParallel`` of ``model`` ignore these parameters; an empty ``names`` ignores none."""
     vars(model).pop(_LEFT_OUT, None)
     if listed := list(names):
         vars(model)[_LEFT_OUT] = listed
 
 
 def left_out_of_ddp(wrapper: nn.Module) -> set[str]:
-    """Return the parameters that a ``DistributedDataParallel`` leaves alone, by their names in the wrapped module."""
+    """Return the parameters that a ``DistributedDataParallel`` ignores, by their names in the wrapped module."""
     return set(getattr(wrapper, "parameters_to_ignore", ()))
 
 
 def meshes_of_fsdp(module: nn.Module) -> set[Any]:
-    """Return the meshes over which FSDP2 shards a module's own parameters."""
+    """Return the meshes over which FSDP2 shards the direct parameters of a module."""
     state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
     return {group.mesh_info.mesh for group in getattr(state, "_fsdp_param_groups", ())}
 
 
 def _groups(root: FSDPModule) -> Iterator[Any]:
-    """Yield FSDP2's groups of parameters below the root."""
+    """Yield the parameter groups of FSDP2 below the root."""
     for each in root._get_fsdp_state()._state_ctx.all_states:
         yield from each._fsdp_param_groups
 
 
 def gathered_parameters(root: FSDPModule) -> set[int]:
-    """Return the ids of the full parameters that FSDP2 puts in the place of its shards while it has them gathered."""
+    """Return the ids of the full parameters that FSDP2 uses while its shards are gathered."""
     every = (held for group in _groups(root) for held in group.fsdp_params)
     return {id(held._unsharded_param) for held in every if hasattr(held, "_unsharded_param")}
 
 
 def take_new_shards(model: nn.Module) -> None:
-    """Let FSDP2 pad and gather the local shards that its parameters have now (source: ``FSDPModule._apply``)."""
+    """Let FSDP2 use the current local shards of its parameters (source: ``FSDPModule._apply``)."""
     for module in model.modules():
         for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
             for held in group.fsdp_params:
@@ -113,7 +113,7 @@ def take_new_shards(model: nn.Module) -> None:
 
 
 def drop_gradients(root: FSDPModule) -> None:
-    """Drop the gradients that FSDP2 has accumulated and not reduced."""
+    """Drop gradients that FSDP2 has accumulated but not reduced."""
     for held in (held for group in _groups(root) for held in group.fsdp_params):
         held.unsharded_accumulated_grad = None
         if hasattr(held, "_unsharded_param"):
@@ -121,12 +121,12 @@ def drop_gradients(root: FSDPModule) -> None:
 
 
 def running(root: FSDPModule) -> str:
-    """Return what FSDP2 runs of the model: ``IDLE``, ``FORWARD``, ``PRE_BACKWARD`` or ``POST_BACKWARD``."""
+    """Return the training state of FSDP2: ``IDLE``, ``FORWARD``, ``PRE_BACKWARD`` or ``POST_BACKWARD``."""
     return str(root._get_fsdp_state()._training_state.name)
 
 
 def begin_forward(root: Any, args: Any, kwargs: Any) -> Any:
-    """Gather the root's own weights, as a call of the root does; return the inputs for the module that runs instead.
+    """Gather the root's direct weights, as a call of the root does; return the inputs for the module to run.
 
     Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
     """
@@ -134,24 +134,24 @@ def begin_forward(root: Any, args: Any, kwargs: Any) -> Any:
 
 
 def end_forward(root: Any, output: Any) -> Any:
-    """Return the output that the caller gets after :func:`begin_forward`."""
+    """Finish a forward after :func:`begin_forward`; return the output for the caller."""
     return root._get_fsdp_state()._post_forward(root, None, output)
 
 
 def forward_order(root: FSDPModule) -> list[str]:
-    """Return the paths of the groups that ran in forwards since the last backward, in their order."""
+    """Return the paths of the groups that ran forward since the last backward pass, in order."""
     order = getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", ())
     return [group._module_fqn or "" for group in order]
 
 
 def free_weights(root: FSDPModule) -> None:
-    """Free weights that FSDP2 has gathered; before its first forward there are none, and torch would raise."""
+    """Free the weights that FSDP2 has gathered; do nothing before its first forward, where torch would raise."""
     if hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_state"):
         root.reset_iter_state()
 
 
 def reduce_gradients(root: FSDPModule) -> None:
-    """Reduce the gradients that FSDP2 has accumulated, as torch's pipeline stages do after their last backward.
+    """Reduce the gradients that FSDP2 has accumulated, as torch's pipeline stages do after their last backward pass.
 
     Source: ``torch.distributed.pipelining.stage``, ``_PipelineStageBase.perform_reduce_grad``.
     """

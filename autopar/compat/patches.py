@@ -1,8 +1,8 @@
-"""Patches of other libraries: functions of theirs that call autopar's, with the library's own as their first argument.
+"""Patches of other libraries: a patched function calls a function of autopar, with the original as first argument.
 
-The first model that needs them installs them, the last one removes them; :func:`autopar.patches` lists the installed
-ones. Function objects stay the same, also for code that has imported them before. :data:`SETS` names the modules of
-autopar that patch a library: the core imports none of them.
+The first model that needs the patches installs them, and the last one removes them. :func:`autopar.patches` lists the
+installed patches. Function objects keep their identity, so code that imported them earlier is patched too. :data:`SETS`
+names the modules of autopar that patch a library; the core does not import them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ SETS = {
     "accelerate.accelerator": "autopar.integrations.accelerate",
     "deepspeed.runtime.engine": "autopar.integrations.deepspeed",
 }
-"""Module of a library -> the module whose ``install()`` patches that library, as soon as the first one is imported."""
+"""Module of a library -> module of autopar whose ``install()`` patches it as soon as it is imported."""
 
 BODIES: set[Any] = set()
-"""Code objects of the functions that patched functions call. A walk of the stack skips them, like frames of torch."""
+"""Code objects of the functions that patched functions call. Walks of the stack skip them, like frames of torch."""
 
 
 class Patch(NamedTuple):
-    """One function of a library that calls autopar.
+    """A patched function of a library.
 
     Attributes:
-        name: Name of the function, with its library's.
+        name: Full name of the patched function.
         version: Version of the library.
-        body: Name of autopar's function that it calls.
+        body: Full name of the autopar function that it calls.
     """
 
     name: str
@@ -45,28 +45,28 @@ class Patch(NamedTuple):
     body: str
 
 
-_installed: list[tuple[Patch, Callable[[], None]]] = []  # with what undoes each, in the order of installation
+_installed: list[tuple[Patch, Callable[[], None]]] = []  # each with its undo function, in the order of installation
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _pending: dict[str, Callable[[], None]] = {}
 
 
 def patches() -> list[Patch]:
-    """Return the functions of other libraries that are patched now: of torch, accelerate, DeepSpeed, transformers.
+    """Return the currently patched functions of torch, accelerate, DeepSpeed and transformers.
 
-    They are patched while a model lives that several ranks share.
+    Patches are installed while a model exists that several ranks share.
     """
     return [patch for patch, _ in _installed]
 
 
 def load() -> None:
-    """Import what patches the libraries that are imported already, and install nothing: for processes to be forked."""
+    """Import the patch modules of imported libraries without installing patches, before processes are forked."""
     for module, home in SETS.items():
         if module in sys.modules:
             importlib.import_module(home)
 
 
 def hold(user: Any) -> None:
-    """Install the patches for a model, and keep them until ``user`` dies or calls :func:`release`."""
+    """Install the patches for a model, and keep them until ``user`` is deleted or released (:func:`release`)."""
     first = not any(True for _ in _holders)
     _holders.add(user)
     weakref.finalize(user, _remove_unheld).atexit = False
@@ -76,7 +76,7 @@ def hold(user: Any) -> None:
 
 
 def release(user: Any) -> None:
-    """Remove the patches, if no other model holds them."""
+    """Remove the patches unless another model holds them."""
     _holders.discard(user)
     _remove_unheld()
 
@@ -86,18 +86,18 @@ def _install(home: str) -> None:
 
 
 def _remove_unheld() -> None:
-    if any(True for _ in _holders):  # only living ones come
+    if any(True for _ in _holders):  # a WeakSet yields only living holders
         return
     _pending.clear()
     while _installed:
         _installed.pop()[1]()
 
 
-# -- how a function is patched -----------------------------------------------------------------------------------------
+# -- patch one function ------------------------------------------------------------------------------------------------
 
 
 def patch_body(wrapper: Any, cell: str, body: _Body) -> _Body:
-    """Patch the function in the closure (``cell``) of a decorated one, in place; return the plain one."""
+    """Patch the function in the closure ``cell`` of a decorated function, in place; return the original."""
     where = f"{wrapper.__module__}.{wrapper.__name__}"
     found = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)).get(cell)
     if found is None:
@@ -109,7 +109,7 @@ def patch_body(wrapper: Any, cell: str, body: _Body) -> _Body:
 
 
 def patch_member(holder: Any, name: str, body: _Body) -> None:
-    """Patch a function of a module, a method of a class, or what one of its properties returns."""
+    """Patch a function of a module, or a method or property getter of a class."""
     where = f"{holder.__module__}.{holder.__name__}" if isinstance(holder, type) else holder.__name__
     member = vars(holder).get(name)
     if member is None:
@@ -119,14 +119,14 @@ def patch_member(holder: Any, name: str, body: _Body) -> None:
     def method(*args: Any, **kwargs: Any) -> Any:
         return body(plain, *args, **kwargs)
 
-    # A function of a module needs no frame: whoever looks at frames knows only those of bodies.
+    # A partial adds no stack frame; code that walks the stack skips only the frames of bodies.
     patched = functools.wraps(plain)(method if isinstance(holder, type) else functools.partial(body, plain))
     setattr(holder, name, property(patched) if isinstance(member, property) else patched)
     _note(f"{where}.{name}", body, functools.partial(setattr, holder, name, member))
 
 
 def patch_setter(kind: type, name: str, body: _Body) -> None:
-    """Patch what becomes of a value that is given to a property which a class inherits."""
+    """Patch the setter of a property that a class inherits."""
     plain = getattr(kind, name)
 
     def write(self: Any, value: Any) -> None:
@@ -137,7 +137,7 @@ def patch_setter(kind: type, name: str, body: _Body) -> None:
 
 
 def patch_entry(table: dict[Any, _Body], name: str, key: Any, body: _Body) -> None:
-    """Add a function to a table by which a library chooses; ``name``: the replaced one, for :func:`patches`."""
+    """Set a function in a dispatch table of a library; ``name``: name of the replaced function for :func:`patches`."""
     before = {key: table[key]} if key in table else {}
 
     def undo() -> None:
@@ -151,7 +151,8 @@ def patch_entry(table: dict[Any, _Body], name: str, key: Any, body: _Body) -> No
 def _changed(where: str) -> ConfigError:
     library = where.partition(".")[0]
     return ConfigError(
-        f"{library} {_version(library)} has no {where}, which a parallelized model patches: its calls would be wrong."
+        f"{library} {_version(library)} has no {where}, which autopar must patch for a parallelized model\n"
+        f"  Install a version of {library} that autopar supports."
     )
 
 
@@ -167,11 +168,11 @@ def _version(library: str) -> str:
     return str(getattr(sys.modules[library], "__version__", "unknown"))
 
 
-# -- libraries that are imported later ---------------------------------------------------------------------------------
+# -- patch a library that is imported later ----------------------------------------------------------------------------
 
 
 class _AfterImport:
-    """A finder that finds nothing by itself, and runs the pending action of a module after its import."""
+    """An import finder that runs the pending action of a module after its import."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -190,7 +191,7 @@ class _AfterImport:
 
 
 def when_imported(module: str, action: Callable[[], None]) -> None:
-    """Call ``action`` now if ``module`` is imported, otherwise as soon as it is: nothing is imported for it."""
+    """Call ``action`` now if ``module`` is imported, otherwise right after its import; import nothing."""
     if module in sys.modules:
         action()
         return

@@ -1,6 +1,6 @@
-"""PEFT's modules around a model's, recognized and seen through: a policy describes the model without them.
+"""Recognize PEFT's modules, and see through them: a policy describes the model without adapters.
 
-PEFT is never imported here. A module can only be PEFT's where other code has imported it.
+This module never imports PEFT. A module can belong to PEFT only if other code has imported PEFT.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from autopar.compat.tensors import own_modules
 from autopar.errors import ConfigError
 
-Init = tuple[nn.Module, Callable[[], Any]]  # a module, and what draws values of it
+Init = tuple[nn.Module, Callable[[], Any]]  # a module, and the function that initializes its values
 
 
 def _is(home: str, kind: str, module: Any) -> bool:
@@ -24,21 +24,21 @@ def _is(home: str, kind: str, module: Any) -> bool:
     return known is not None and isinstance(module, known)
 
 
-is_peft_model = partial(_is, "peft.peft_model", "PeftModel")  # which can save its adapters
+is_peft_model = partial(_is, "peft.peft_model", "PeftModel")  # can save its adapters
 is_tuner = partial(_is, "peft.tuners.tuners_utils", "BaseTuner")  # around a model with adapters (LoraModel)
 is_adapted = partial(_is, "peft.tuners.tuners_utils", "BaseTunerLayer")  # around a layer (LoraLayer)
-is_wrapper = partial(_is, "peft.utils.other", "AuxiliaryTrainingWrapper")  # a layer trained in full, or some rows
-_is_saved = partial(_is, "peft.utils.other", "ModulesToSaveWrapper")  # a layer trained in full
+is_wrapper = partial(_is, "peft.utils.other", "AuxiliaryTrainingWrapper")  # around a trained layer, or trained rows
+_is_saved = partial(_is, "peft.utils.other", "ModulesToSaveWrapper")  # around a layer trained in full
 
 
-swaps_features = attrgetter("_did_swap_in_out_features")  # of an adapted embedding: its features are exchanged
+swaps_features = attrgetter("_did_swap_in_out_features")  # of an adapted embedding: in and out features are swapped
 
 
 def seen_through(module: Any) -> list[tuple[str, Any]]:
-    """Return the modules that a policy describes in place of ``module``, each with its path from there.
+    """Return the modules that a policy describes in place of ``module``, each with its relative path.
 
-    A layer with adapters gives its base layer. A module that is trained in full (``modules_to_save``) gives the
-    original and every copy. Anything else gives the module itself, at ``""``.
+    For a layer with adapters this is its base layer; for a module in ``modules_to_save`` the original and every copy;
+    for any other module the module itself, at ``""``.
     """
     found = [("base_layer", module.base_layer)] if is_adapted(module) else saved_copies(module)
     if not found:
@@ -51,23 +51,23 @@ def seen_through(module: Any) -> list[tuple[str, Any]]:
 
 
 def saved_copies(module: Any) -> list[tuple[str, Any]]:
-    """Return the original in a wrapper of PEFT (``modules_to_save``) and its copies, with paths; else nothing."""
+    """Return the original in a PEFT wrapper (``modules_to_save``) and its copies, with paths; else an empty list."""
     if not is_wrapper(module):
         return []
-    if not _is_saved(module):  # trainable tokens, around a separate layer
+    if not _is_saved(module):  # trainable tokens
         return [("token_adapter.base_layer", module.original_module)]
     copies = [(f"modules_to_save.{name}", copy) for name, copy in module.modules_to_save.items()]
     return [("original_module", module.original_module), *copies]
 
 
 def uses_peft(root: nn.Module) -> bool:
-    """Return whether PEFT has put anything into ``root`` or around it."""
+    """Return whether ``root`` is a module of PEFT or contains one."""
     kinds = (is_adapted, is_wrapper, is_tuner, is_peft_model)
     return "peft" in sys.modules and any(kind(module) for module in root.modules() for kind in kinds)
 
 
 def tuner_layers(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield every layer of ``root`` that holds adapters, and its path."""
+    """Yield the path and the module of every layer of ``root`` that holds adapters."""
     if "peft.tuners.tuners_utils" not in sys.modules:
         return
     for path, module in root.named_modules():
@@ -76,7 +76,7 @@ def tuner_layers(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def enable_all(root: nn.Module) -> None:
-    """Let all adapters of ``root`` run in its forward: none is disabled, inactive or merged. ``root`` is a copy."""
+    """Enable, activate and unmerge all adapters of ``root``, so that its forward runs them; ``root`` is a copy."""
     for module in root.modules():
         if is_adapted(module) and isinstance(getattr(module, "base_layer", None), nn.Module):
             layer: Any = module
@@ -88,7 +88,7 @@ def enable_all(root: nn.Module) -> None:
 
 
 def plain_name(model: nn.Module, name: str) -> str | None:
-    """Return the name of a tensor of ``model`` in the model without adapters; None if it is an adapter's."""
+    """Return the name of a tensor of ``model`` in the model without adapters; None for a tensor of an adapter."""
     kept: list[str] = []
     module: Any = model
     for step in name.split("."):
@@ -102,13 +102,13 @@ def plain_name(model: nn.Module, name: str) -> str | None:
     return ".".join(kept)
 
 
-# -- values of adapters ------------------------------------------------------------------------------------------------
-# PEFT's own functions draw them: a model's ``_init_weights`` would draw them as it draws its linear layers. Adapters
-# that are made from the values of the weights (PiSSA, OLoRA) have no place here: there are no values yet.
+# -- initial values of adapters ----------------------------------------------------------------------------------------
+# PEFT's functions draw them, since a model's ``_init_weights`` would initialize them like its linear layers. Adapters
+# that are computed from the weights (PiSSA, OLoRA) are not supported, because the weights have no values yet.
 
 
 def adapter_parameters(root: nn.Module) -> set[int]:
-    """Return ``id(parameter)`` of every adapter's, in layers that are not copies."""
+    """Return ``id(parameter)`` of every adapter parameter, without those of copied layers."""
     return {
         id(parameter)
         for _, layer in tuner_layers(root)
@@ -122,7 +122,7 @@ def adapter_inits(root: nn.Module) -> dict[int, list[Init]]:
     """Return ``id(layer)`` -> the steps that initialize its adapters, each with its module.
 
     Raises:
-        ConfigError: an adapter without memory is initialized from the values of the weights, or in a way not known.
+        ConfigError: An adapter without memory is initialized from the weights, or in an unknown way.
     """
     configs: dict[str, Any] = {}
     for module in root.modules():
@@ -144,6 +144,6 @@ def _steps(path: str, layer: Any, configs: dict[str, Any]) -> Iterator[Init]:
             yield layer, partial(layer.reset_ia3_parameters, name)
         else:
             raise ConfigError(
-                f"adapter '{name}' at {path} is initialized by {kind!r}, which a model that was built in lazy_init "
-                "cannot do.\n  Leave init_lora_weights at True (or 'gaussian'), or build the model without lazy_init."
+                f"adapter '{name}' at {path} is initialized by {kind!r}, which is not supported with lazy_init.\n"
+                "  Set init_lora_weights to True or 'gaussian', or build the model without lazy_init."
             )

@@ -1,4 +1,4 @@
-"""torch's modules, tensors, containers, operators and dispatch modes; its autograd; the parts of a step of its Muon."""
+"""Private names of torch: modules, tensors, containers, operators, dispatch modes, autograd and Muon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.modules import batchnorm, conv, dropout, module as torch_modules
 from torch.optim import _muon, optimizer as _optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
 
-leave_alone = eval_frame.skip_code  # code runs as it is, also in compiled code
+leave_alone = eval_frame.skip_code  # (code): dynamo does not compile it
 BatchNorm = batchnorm._BatchNorm
 Convolution = conv._ConvNd
 Dropout = dropout._DropoutNd
@@ -36,11 +36,11 @@ tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
 tree_map_with_path = _pytree.tree_map_with_path
 tree_unflatten = _pytree.tree_unflatten
-no_overrides = torch._C.DisableTorchFunctionSubclass  # inside of it no subclass sees functions
-disabled_torch_function = torch._C._disabled_torch_function_impl  # the __torch_function__ of a class that wants none
+no_overrides = torch._C.DisableTorchFunctionSubclass  # context that disables __torch_function__ of subclasses
+disabled_torch_function = torch._C._disabled_torch_function_impl  # a __torch_function__ that does nothing
 
 
-ITEM = torch.ops.aten._local_scalar_dense.default  # reads a number
+ITEM = torch.ops.aten._local_scalar_dense.default  # tensor.item()
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 _aten = torch.ops.aten
 RANDOM = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.rand_like.default,
@@ -49,56 +49,56 @@ TO_COPY = torch.ops.aten._to_copy
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 schema_of = attrgetter("_schema")  # of an operator: name, arguments, returns, is_mutable
-operator_of = attrgetter("_overloadpacket")  # the operator of which a function is one overload
-name_of_operator = attrgetter("_overloadpacket.__name__")  # normal_
+operator_of = attrgetter("_overloadpacket")  # of an overload: its operator
+name_of_operator = attrgetter("_overloadpacket.__name__")  # of an overload: "normal_"
 
-base_of = attrgetter("_base")  # the tensor of which it is a view, or None
-storage_id = attrgetter("_cdata")  # a number that identifies a storage as long as it lives
+base_of = attrgetter("_base")  # of a view: the tensor that it views, or None
+storage_id = attrgetter("_cdata")  # a number that identifies a storage during its lifetime
 
 
 def operators_of_dtensors() -> dict[Any, Any]:
-    """Return the table of operators that DTensors leave to a function: ``(operator, args, kwargs) -> result``."""
+    """Return DTensor's table of custom operator handlers: ``(operator, args, kwargs) -> result``."""
     return DTensor._op_dispatcher._custom_op_handlers
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a tensor that FSDP may have sharded over the replicas."""
+    """Return the local shard of a tensor that FSDP may have sharded over replicas."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 wrapper_subclass = torch.Tensor._make_wrapper_subclass  # (class, shape, dtype=, device=): a tensor without memory
 assert_soon = torch._assert_async  # raises on the device, without waiting for it
-is_view = torch.Tensor._is_view  # whether a tensor was made as a view of another one
-swap_implementation = torch._C._swap_tensor_impl  # two tensors change places, their Python objects do not
+is_view = torch.Tensor._is_view  # whether a tensor is a view of another one
+swap_implementation = torch._C._swap_tensor_impl  # swaps the contents of two tensors; Python objects stay
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor or its memory was written into, but for ``.data``; 0 for one of inference mode."""
+    """Return how often a tensor or its memory was changed, except through ``.data``; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 PLAIN = {torch.Tensor, nn.Parameter}
-"""Classes of tensors that add nothing: they are saved and compared as torch's own. A feature may add to them."""
-# Classes of tensors that many-tensor kernels take.
+"""Tensor classes that are saved and compared like torch's own. A feature may add classes."""
+# Tensor classes that foreach kernels support.
 FOREACH_TYPES = (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
 
 
 def let_foreach_take(kinds: Iterable[type]) -> None:
-    """Let torch's optimizers step many tensors of these classes at once, as torch itself does for its DTensor."""
+    """Let torch's optimizers use foreach kernels for these tensor classes, as torch does for DTensor."""
     known: Any
     for known in FOREACH_TYPES:
         known.extend(kind for kind in kinds if kind not in known)
 
 
-PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: whether one runs
+PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: True while a profiler runs
 
 
 forward_class = attrgetter("_forward_cls")  # the torch.autograd.Function of a node
 input_metadata = attrgetter("_input_metadata")  # shape, dtype and device of the gradients of a node
-sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")  # the place of a node among all nodes
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")  # of a node: its creation order
 next_sequence_number = torch._C._autograd._get_sequence_nr  # () -> number of the next node of the graph
-after_backward = torch.autograd.Variable._execution_engine.queue_callback  # calls a function at the end of the pass
-current_backward = torch._C._current_graph_task_id  # () -> number of the pass that runs in this thread, or -1
+after_backward = torch.autograd.Variable._execution_engine.queue_callback  # calls a function after the pass
+current_backward = torch._C._current_graph_task_id  # () -> number of this thread's backward pass, or -1
 compiling = torch._guards.CompileContext.try_get  # () -> None unless dynamo compiles in this thread
 
 
@@ -114,7 +114,7 @@ def run_backward(
     create_graph: bool = False,
     inputs: Any = (),
 ) -> None:
-    """Run ``torch.autograd.backward`` with function modes on: it would give itself to them, and run without them."""
+    """Run ``torch.autograd.backward`` with function modes enabled, which torch would disable."""
     tensors = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
     given = (gradients,) if gradients is None or isinstance(gradients, torch.Tensor) else tuple(gradients)
     given = given if len(given) == len(tensors) else (None,) * len(tensors)
@@ -130,17 +130,17 @@ is_functorch_active = torch._C._are_functorch_transforms_active  # () -> whether
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of torch.func (grad, vmap, jvp) runs, or forward mode: tensors may be wrapped ones."""
+    """Return whether a torch.func transform (grad, vmap, jvp) or forward mode runs, so that tensors may be wrapped."""
     return not torch.compiler.is_compiling() and (is_functorch_active() or forward_ad._current_level >= 0)
 
 
 def newton_schulz(direction: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """Return what Muon steps along instead of a direction: a matrix, nearly orthogonal, in bfloat16."""
+    """Return Muon's nearly orthogonal matrix for an update direction, in bfloat16."""
     return _muon._zeropower_via_newtonschulz(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 def muon_rates(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Any, Any]:
-    """Return the factor of the weights of a matrix of ``shape`` in a step of Muon, and the step's length."""
+    """Return the weight-decay factor and the step length of Muon for a matrix of ``shape``."""
     rate: Any = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
     return 1 - rate * group["weight_decay"], _muon._adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape))
 
@@ -148,41 +148,41 @@ def muon_rates(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Any, Any
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
-# Of a module, by name: the dict or the set itself, to change. A parameter that was left out is None.
+# Of a module: the dict or set itself, so callers may change it. An absent parameter (bias=False) is None.
 own_parameters = attrgetter("_parameters")
 own_buffers = attrgetter("_buffers")
 own_modules = attrgetter("_modules")
-unsaved_buffers = attrgetter("_non_persistent_buffers_set")  # names that a state dict leaves out
+unsaved_buffers = attrgetter("_non_persistent_buffers_set")  # names that a state dict omits
 steps_of = attrgetter("_step_count")  # of a learning-rate scheduler
 
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")  # kinds of hooks on a module
 
 
 def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
-    """Return a module's hooks of a kind, which :data:`HOOKS` lists."""
+    """Return the hooks of a module of one kind in :data:`HOOKS`."""
     return cast("dict[int, Any]", vars(module)[f"_{kind}_hooks"])
 
 
 def hooks_with_kwargs(module: nn.Module, kind: str) -> set[int]:
-    """Return the keys of a module's hooks of a kind that are given keyword arguments too."""
+    """Return the keys of a module's hooks of one kind that also get keyword arguments."""
     return set(vars(module).get(f"_{kind}_hooks_with_kwargs", ()))
 
 
 def hooks_of_all(kind: str) -> tuple[dict[int, Any], set[int]]:
-    """Return the hooks of a kind on every module, and the keys of those that are given keyword arguments too."""
+    """Return the global hooks of one kind, and the keys of the hooks that also get keyword arguments."""
     with_kwargs = vars(torch_modules).get(f"_global_{kind}_hooks_with_kwargs", ())
     return vars(torch_modules)[f"_global_{kind}_hooks"], set(with_kwargs)
 
 
 def forward_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
-    """Yield the hooks around a module's forward: the dict that holds it, its key, the hook."""
+    """Yield the hooks around a module's forward as (dict that holds the hook, key, hook)."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             yield hooks, key, hook
 
 
 def remove_forward_hooks(module: nn.Module, kinds: type | tuple[type, ...]) -> None:
-    """Remove the hooks of these classes around a module's forward."""
+    """Remove hooks of these classes around a module's forward."""
     for hooks, key, hook in forward_hooks(module):
         if isinstance(hook, kinds):
             hooks.pop(key)
@@ -191,25 +191,25 @@ def remove_forward_hooks(module: nn.Module, kinds: type | tuple[type, ...]) -> N
 
 
 def add_state_dict_hook(module: nn.Module, hook: _Hook) -> None:
-    """Let a module call ``hook(module, state_dict, prefix, metadata)``, the first of them before public ones."""
+    """Register ``hook(module, state_dict, prefix, metadata)``, which runs before public hooks."""
     module._register_state_dict_hook(hook)
 
 
 def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the hooks that save a module's state, and those before it is loaded."""
+    """Return the hooks on saving a module's state, and the hooks before loading it."""
     return module._state_dict_hooks, module._load_state_dict_pre_hooks
 
 
 def convolve(module: Any, x: Any, weight: Any, bias: Any) -> Any:
-    """Convolve as a module of torch does, with another weight and bias."""
+    """Run a convolution module of torch with another weight and bias."""
     return module._conv_forward(x, weight, bias)
 
 
 @contextlib.contextmanager
 def called_instead(functions: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Let a call of each module, inside, be one of its function instead of the module's forward and hooks.
+    """Replace calls of modules inside ``with``: each calls its function instead of forward and hooks.
 
-    A function is given the module's call, and its arguments.
+    A function gets the original call of the module, and the arguments.
     """
     name, before = "_compiled_call_impl", list[tuple[dict[str, Any], Any]]()
     try:

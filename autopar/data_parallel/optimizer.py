@@ -35,7 +35,7 @@ from autopar.data_parallel.precision import (
     to_fp32,
     to_half,
 )
-from autopar.data_parallel.whole_parameters import MuonSteps, WholeParameters, assign
+from autopar.data_parallel.whole_parameters import FullParameters, MuonSteps, assign
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import sums_of_bits
 from autopar.distributed.failures import FailureLog
@@ -79,7 +79,7 @@ class ParallelStep:
         failures: FailureLog,
     ) -> None:
         self.plan, self.mpu, self.counted, self._failures, self._config = plan, mpu, counted, failures, config
-        self.whole, self.muon = WholeParameters(), MuonSteps()
+        self.whole, self.muon = FullParameters(), MuonSteps()
         self.optimizer, self.model = optimizer, model
         self.sharded = config.zero_stage == 1 and mpu.dp_cp.size > 1  # ZeRO-1: a parameter has one owner
         self.names: dict[torch.Tensor, str] = {}

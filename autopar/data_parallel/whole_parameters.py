@@ -26,7 +26,7 @@ _ROUND = 64 * 1024 * 1024  # bytes of full parameters that are exchanged at once
 _Tensors = Mapping[torch.Tensor, torch.Tensor]  # parameter -> its shard, its gradient, its fp32 weight ...
 
 
-class WholeParameters(dict[torch.Tensor, tuple[int, ...]]):
+class FullParameters(dict[torch.Tensor, tuple[int, ...]]):
     """Sharded parameters that are stepped as full tensors (parameter -> full shape), and the ranks that step them.
 
     Attributes:
@@ -165,7 +165,7 @@ def assign(sizes: Sequence[int], ranks: int, loads: list[int] | None = None) -> 
 # -- torch's Muon, which itself steps full matrices only ---------------------------------------------------------------
 
 
-class MuonSteps(WholeParameters):
+class MuonSteps(FullParameters):
     """Step the parameters of a Muon as shards (the items), and the parts of fused parameters separately.
 
     Attributes:

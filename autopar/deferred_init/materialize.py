@@ -35,7 +35,7 @@ from autopar.distributed.rng import kept, same_draws
 from autopar.errors import ConfigError, listed
 from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
-from autopar.storage.lazy_tensor import Converted, InMemory, LazyTensor, lazy_shard, narrowed, whole_box
+from autopar.storage.lazy_tensor import Converted, InMemory, LazyTensor, full_box, lazy_shard, narrowed
 from autopar.stored import stored_weights
 from autopar.swap import replace_storage
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
@@ -111,7 +111,7 @@ class Materializer:
             pending = self._pending[key]
             full = _mapped(pending.shape, pending.dtype).fill_(float("nan"))
             if pending.source is not None:
-                pending.source.read_into(full, whole_box(pending.shape))
+                pending.source.read_into(full, full_box(pending.shape))
             replace_storage(pending.parameter, full)
 
         def shard(key: int) -> None:
@@ -121,7 +121,7 @@ class Materializer:
                 unfilled.append(pending.name)
             if pending.shard is not None:
                 held = self._held(pending, InMemory(full), mpu)
-                held.read_into(pending.shard, whole_box(held.shape))
+                held.read_into(pending.shard, full_box(held.shape))
             replace_storage(pending.parameter, torch.empty(pending.shape, dtype=full.dtype, device="meta"))
 
         with same_draws():
@@ -152,7 +152,7 @@ class Materializer:
                 held.check_shape(local)
             shard = self._empty(held, parameter.dtype, mpu)
             with torch.no_grad(), on_cpu():  # for temporary tensors
-                held.read_into(shard, whole_box(held.shape))
+                held.read_into(shard, full_box(held.shape))
             return shard
 
         sources = [pending.source for pending, _ in every if pending.source is not None]

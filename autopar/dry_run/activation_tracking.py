@@ -1,15 +1,15 @@
-"""Activation tracking: which tensors of a forward are replicated, sharded or partial, and which carry a gradient.
+"""Track which tensors of a forward are replicated or sharded, and which carry a gradient.
 
-Every tensor is of one kind:
+Every tensor has one kind:
 
-* *constant*: made from nothing, or from other constants,
-* *input*: made from the model's inputs alone (masks, positions, pixels): no gradient flows back through it,
-* *parameter*: made from replicated parameters and inputs, with the names of those parameters,
-* *replicated*: an activation, the same on all ranks, with a full gradient,
-* *sharded*: an activation inside a region: this rank's shard, or at least with a partial gradient.
+* *constant*: made from constants only,
+* *input*: made from the model's inputs only (masks, positions, pixels); no gradient flows through it,
+* *parameter*: made from replicated parameters and inputs; the kind names the parameters,
+* *replicated*: an activation that is identical on all ranks, with a full gradient,
+* *sharded*: an activation inside a region; a local shard, or a tensor with a partial gradient.
 
-The result of a computation with a sharded tensor is sharded. A replicated parameter in it has a partial gradient, which
-must be summed; a replicated activation in it has one too, and that is never summed.
+The result of an operation on a sharded tensor is sharded. There, a replicated parameter gets a partial gradient, which
+must be summed. A replicated activation gets a partial gradient too, which is never summed, so that is an error.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from autopar.tensor_tracking import tensors_in
 
 
 class Kind(NamedTuple):
-    """Facts about a tensor."""
+    """The kind of a tensor."""
 
     name: str  # input, parameter, replicated, sharded
-    parameters: frozenset[str] = frozenset()  # "+name" for one whose gradient is summed
+    parameters: frozenset[str] = frozenset()  # "+name" for a parameter with a summed gradient
 
 
 _INPUT, _REPLICATED, _SHARDED = Kind("input"), Kind("replicated"), Kind("sharded")
@@ -43,12 +43,13 @@ class ActivationTracking(ValuelessTracking):
     """A dispatch mode that gives each tensor its kind.
 
     Args:
-        mixed: Function that is called where a replicated activation that carries a gradient meets a sharded one.
+        mixed: Function called where a replicated activation with a gradient meets a sharded activation.
 
     Attributes:
-        operands: Arguments of the operation that is tracked.
-        partial: Replicated parameters whose gradients are partial and not summed.
-        summed_inside, summed_outside: Parameters with summed gradients, by the activations that they met.
+        operands: Arguments of the current operation.
+        partial: Names of replicated parameters with partial gradients that are not summed.
+        summed_inside: Names of parameters with summed gradients that met sharded activations.
+        summed_outside: Names of parameters with summed gradients that met replicated activations.
     """
 
     def __init__(self, mixed: Callable[[], None] = lambda: None) -> None:
@@ -64,7 +65,7 @@ class ActivationTracking(ValuelessTracking):
         self.summed_outside: set[str] = set()
 
     def mark_parameters(self, shard: nn.Module, plan: Plan) -> None:
-        """Mark all parameters of a shard, by their layouts in the plan."""
+        """Mark all parameters of a shard according to their layouts in the plan."""
         for name, parameter in shard.named_parameters():
             if plan.tensors[plan.canonical(name)].layout is None:
                 self._kinds[parameter] = Kind("parameter", frozenset([name]))
@@ -91,7 +92,7 @@ class ActivationTracking(ValuelessTracking):
         return self.mark(value, _REPLICATED)
 
     def mark_summed(self, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a parameter as another tensor, marked as one whose gradient is summed."""
+        """Return a new tensor for a parameter, marked as having a summed gradient."""
         used = torch.empty_like(x)
         name = self._names.get(id(parameter))
         if name is not None:
@@ -99,15 +100,15 @@ class ActivationTracking(ValuelessTracking):
         return used
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` as another tensor, marked as sharded."""
+        """Return a new tensor for ``x``, marked as sharded."""
         return self.mark_sharded(torch.empty_like(x))
 
     def is_sharded(self, value: Any) -> bool:
-        """Return whether some tensor in ``value`` is sharded."""
+        """Return whether any tensor in ``value`` is sharded."""
         return any(self._kinds.get(tensor) == _SHARDED for tensor in tensors_in(value))
 
     def is_replicated(self, value: Any) -> bool:
-        """Return whether some tensor in ``value`` is replicated and carries a gradient."""
+        """Return whether any tensor in ``value`` is replicated and carries a gradient."""
         kinds = (self._kinds.get(tensor) for tensor in tensors_in(value))
         return any(kind is not None and kind.name in ("replicated", "parameter") for kind in kinds)
 
@@ -123,12 +124,12 @@ class ActivationTracking(ValuelessTracking):
                     self._makers[tensor] = maker
 
     def note_maker(self, value: Any, path: str, args: Any, *, layer: bool, norm: bool) -> None:
-        """Note that the module at ``path`` has returned ``value``.
+        """Record that the module at ``path`` returned ``value``.
 
         Args:
-            args: The arguments of the module.
-            layer: True for a module with parameters or a rule; other modules only make what no layer in them has made.
-            norm: True if all parameters are vectors: then a layer next to it whose output it reads counts, too.
+            args: Arguments of the module.
+            layer: True for a module with parameters or a rule; other modules are recorded only where no maker is known.
+            norm: True if all parameters are vectors. Then a sibling layer whose output it reads is recorded too.
         """
         self._calls += 1
         before = self._last_maker(args, "replicated") if norm else None
@@ -139,7 +140,7 @@ class ActivationTracking(ValuelessTracking):
                 self._makers[tensor] = (self._calls, (*next_to_it, path))
 
     def makers_of(self, value: Any, kind: str = "replicated") -> tuple[str, ...]:
-        """Return the path of the layer that made the last tensor of this kind in ``value``, then of a norm after it."""
+        """Return the path of the last layer that made a tensor of this kind in ``value``, and of a norm after it."""
         maker = self._last_maker(value, kind)
         return () if maker is None else maker[1]
 
@@ -168,18 +169,18 @@ class ActivationTracking(ValuelessTracking):
         self._kinds[tensor] = kind
         base = base_of(tensor)
         if base is not None and kind == _SHARDED and self._kinds.get(base) is None:
-            self._kinds[base] = kind  # a slice of a fresh tensor was written to
+            self._kinds[base] = kind  # the operation wrote into a slice of a new tensor
 
 
 MADE_BY = "\n  The activation was made by "
-"""Last line of an error about an activation."""
+"""Start of the last line of an error about an activation."""
 
 
 def track_modules(shard: nn.Module, plan: Plan, tracking: ActivationTracking, stack: list[str]) -> None:
-    """Register hooks on a copy that keep the stack of running modules, check inputs of layers and mark their outputs.
+    """Register hooks on a copy that track running modules, check inputs of layers and mark their outputs.
 
     Raises:
-        PolicyError: in the forward, where a layer reads a sharded activation and needs a replicated one, or vice versa.
+        PolicyError: In the forward, if a layer reads a sharded activation and needs a replicated one, or vice versa.
     """
     for path, module in shard.named_modules():
 
@@ -219,7 +220,7 @@ def _check_input(rule: ModulePlan, module: nn.Module, values: Any, tracking: Act
     inside = kind == "column" and rule.inside
     if sharded and not rule.closes and not inside:
         if kind in ("column", "embedding", "region") or rule.split_input or _ends_replicated(module):
-            wrong = f"is a {kind}, but its input is sharded already"
+            wrong = f"is a {kind}, but its input is already sharded"
     elif not sharded:
         if kind == "row" and not rule.split_input:
             wrong = "is a row, but its input is replicated: no column feeds it"
@@ -230,20 +231,20 @@ def _check_input(rule: ModulePlan, module: nn.Module, values: Any, tracking: Act
         elif kind in ("norm_over", "gathered"):
             wrong = f"is {kind}, but its input is replicated"
         elif kind == "sharded" and tracking.is_replicated(values):
-            wrong = "is sharded, but its input is replicated and needs a gradient: make it a column, or feed it by one"
+            wrong = "is sharded, but its input is replicated and needs a gradient\n  Use a column rule here or earlier."
     if wrong:
         makers = tracking.makers_of(values, "sharded" if sharded else "replicated")
         raise PolicyError(f"{rule.path} {wrong}{made_by(plan, makers)}", rule.where)
 
 
 def made_by(plan: Plan, makers: Sequence[str]) -> str:
-    """Return a line of an error: the modules that made an activation, with the lines of their rules."""
+    """Return the error line that names the modules that made an activation, with the lines of their rules."""
     shown = [f"{path} ({where})" if (where := line_of(plan, path)) else path for path in makers]
     return f"{MADE_BY}{', then '.join(shown)}" if shown else ""
 
 
 def line_of(plan: Plan, path: str) -> str:
-    """Return ``file:line`` of the rule of a module or its parameters; empty if there is none."""
+    """Return ``file:line`` of the rule of a module or of its parameters; empty if it has no rule."""
     rule = plan.modules.get(path)
     if rule is not None and rule.rule:
         return str(rule.where)

@@ -1,4 +1,4 @@
-"""The start of a dry run: a copy of the model without data, and small inputs."""
+"""Prepare a dry run: a copy of the model on the meta device, and small inputs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, length: int = _SEQ) -> dict[str, Any]:
-    """Make inputs on the meta device: sequences of ``length`` tokens, images or pieces of sound.
+    """Make inputs on the meta device: sequences of ``length`` tokens, images or audio.
 
     Raises:
-        ValueError: The model's main input is of another kind.
+        ValueError: The main input of the model is not supported.
     """
     taken = inspect.signature(model.forward).parameters
     main, config = model.main_input_name, model.config
@@ -36,11 +36,11 @@ def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, length: int = _SE
         inputs = {main: _pixels(config, batch)}
     elif main in ("input_features", "input_values"):
         sound = _sound(main, getattr(config, "audio_config", None) or config, batch)
-        inputs = {main: sound.unsqueeze(1) if "padding_mask" in taken else sound}  # with it waves have channels
+        inputs = {main: sound.unsqueeze(1) if "padding_mask" in taken else sound}  # with a mask, waves have channels
     elif main == "inputs_embeds" or "inputs_embeds" in taken:
         inputs = {"inputs_embeds": _empty(batch, length, config.hidden_size)}
     else:
-        raise ValueError(f"no sample for the input '{main}'")
+        raise ValueError(f"no sample input is known for '{main}'")
     if "bbox" in taken and "input_ids" in inputs:
         inputs["bbox"] = _ids(*inputs["input_ids"].shape, 8 if hasattr(config, "bbox_projection") else 4)
     if "decoder_input_ids" in taken and "decoder_input_ids" not in inputs:
@@ -58,7 +58,7 @@ def _text(model: PreTrainedModel, batch: int, length: int) -> dict[str, Any]:
         inputs["encoder_hidden_states"] = _empty(batch, length, config.hidden_size)
     vision = getattr(config, "vision_config", None)
     if vision is not None and hasattr(model, "vision_model") and hasattr(model, "text_model"):
-        inputs["pixel_values"] = _pixels(vision, batch)  # a pair of towers needs both
+        inputs["pixel_values"] = _pixels(vision, batch)  # a model with two towers needs both inputs
     return inputs
 
 
@@ -94,7 +94,7 @@ def _sound(main: str, config: Any, batch: int) -> torch.Tensor:
     width: Any = getattr(config, "feature_projection_input_dim", None) or getattr(inner, "num_mel_bins", 80)
     channels = getattr(config, "subsampling_conv_channels", None)
     if isinstance(channels, list):
-        width = channels[0]  # Gemma 4 says its mel bins so
+        width = channels[0]  # Gemma 4 stores its number of mel bins here
     return _empty(batch, 4 * _FRAMES, width)
 
 
@@ -109,7 +109,7 @@ def _empty(*shape: int) -> torch.Tensor:
 def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     """Copy a model to the meta device, in evaluation mode, without memory for its weights.
 
-    Floating parameters require ``gradients`` if they are asked for.
+    ``gradients``: True if floating-point parameters require gradients.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -121,17 +121,17 @@ def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     copied = copy.deepcopy(model, memo).eval()
     for config in {id(m.config): m.config for m in copied.modules() if hasattr(m, "config")}.values():
         if hasattr(config, ATTENTION):
-            setattr(config, ATTENTION, "eager")  # every model has it; it runs without data and reads every size
+            setattr(config, ATTENTION, "eager")  # supported by every model; runs without data and reads every size
         if "SequenceClassification" in type(model).__name__ and getattr(config, "pad_token_id", 0) is None:
-            vars(config)["pad_token_id"] = 0  # without one it takes one sample at a time
+            vars(config)["pad_token_id"] = 0  # without it the model supports only one sample at a time
         if hasattr(config, EXPERTS):
-            setattr(config, EXPERTS, "batched_mm")  # the one that does not look at data
-    for module in copied.modules():  # without the user's hooks
+            setattr(config, EXPERTS, "batched_mm")  # the implementation that reads no values
+    for module in copied.modules():  # the user's hooks must not run
         remove_forward_hooks(module, object)
     return copied
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.is_contiguous():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # takes a tenth of the time
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # ten times faster than empty_like
     return torch.empty_like(tensor, device="meta")

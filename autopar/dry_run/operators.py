@@ -1,7 +1,7 @@
-"""Operators of a run without data: sets of them by their effect on elements, and results of all.
+"""Operators of a run without data: sets of names by their effect on elements, and a cache of results.
 
-Most meta kernels are Python and take up to a millisecond, and layers repeat the same ones: results on meta tensors are
-computed once per operator and shapes.
+Most meta kernels are written in Python, take up to a millisecond and repeat in each layer. So each result on meta
+tensors is computed once per operator and shapes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from autopar.compat.tensors import ITEM, schema_of
 from autopar.tensor_tracking import PLAIN, TensorTracking, storage_key, tensors_in
 
 CONSTANT = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
-"""The result has the shape of the argument, and none of its values: one number everywhere."""
+"""The result has the shape of the argument, and one value everywhere."""
 
 EMPTY = frozenset(("new_empty", "new_empty_strided", "empty_like"))
-"""The same, with no values yet."""
+"""The result has the shape of the argument, and uninitialized values."""
 
 SIZES = frozenset(("sym_size", "sym_stride", "sym_numel"))
 """The result is a size of the argument."""
@@ -30,15 +30,15 @@ ALONG = frozenset({
     *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
     *("sort", "argsort", "topk", "kthvalue", "mode", "median"),
 })  # fmt: skip
-"""An element of the result is made of all, or of some, of those along ``dim``."""
+"""An element of the result depends on several elements along ``dim``."""
 
 
 def name_of(func: Any) -> str:
-    """Return the name of an operator, without its overload's."""
+    """Return the name of an operator without its overload."""
     return str(schema_of(func).name).split("::")[-1]
 
 
-_LIMIT = 5_000  # forms of an operator's arguments; a model needs some tens
+_LIMIT = 5_000  # cached forms per operator; a model needs a few dozen
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides, dtype."""
@@ -50,18 +50,18 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 
 def tensor_of(form: Form) -> torch.Tensor:
-    """Return a tensor on the meta device of that form."""
+    """Return a tensor of this form on the meta device."""
     shape, strides, dtype = form
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
-_Made = tuple[type | None, list[Form]]  # a tensor, or tensors in a tuple or list
+_Made = tuple[type | None, list[Form]]  # None for a tensor, else the type of the sequence
 
-_results: dict[Any, dict[Any, _Made] | None] = {}  # results of each operator; None: it writes, or makes views
+_results: dict[Any, dict[Any, _Made] | None] = {}  # results of each operator; None if it writes or returns views
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func``, for meta tensors once for each form of the arguments; later make tensors of the results' forms."""
+    """Run ``func``; on meta tensors only once per form of the arguments, then return tensors of the same forms."""
     if func not in _results:
         schema = schema_of(func)
         shares = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
@@ -75,7 +75,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tensor_of(forms[0]) if kind is None else kind(map(tensor_of, forms))
     out = func(*args, **kwargs)
     listed = [out] if isinstance(out, torch.Tensor) else list(out) if type(out) in (tuple, list) else []
-    given = {storage_key(x) for x in tensors_in((args, kwargs))}  # some views say that they are none: _unsafe_view
+    given = {storage_key(x) for x in tensors_in((args, kwargs))}  # detects views without an alias in the schema
     made_anew = all(type(x) is torch.Tensor and x.is_meta and storage_key(x) not in given for x in listed)
     if listed and made_anew and (given or kwargs.get("device") is not None):
         if len(known) >= _LIMIT:
@@ -85,7 +85,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the key of the result's form; None if it could depend on something else."""
+    """Return a key that determines the form of the result; None if the form could depend on something else."""
     try:
         return torch.get_default_dtype(), *map(_form, args), *map(_form, kwargs.items())
     except TypeError:
@@ -93,7 +93,7 @@ def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """Return the form of an argument. Raise TypeError if a result could depend on more."""
+    """Return the form of an argument; raise TypeError if the result could depend on more."""
     if isinstance(value, torch.Tensor):
         if not value.is_meta:
             raise TypeError
@@ -101,12 +101,12 @@ def _form(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value), *map(_form, value)
     if isinstance(value, PLAIN):
-        return type(value), value  # 1, 1.0 and True make other dtypes
+        return type(value), value  # with the type, since 1, 1.0 and True give different dtypes
     raise TypeError
 
 
 class ValuelessTracking(TensorTracking):
-    """Follow tensors without values; where code reads values it gets some with which it continues."""
+    """Follow tensors without values; code that reads values gets arbitrary ones."""
 
     def __enter__(self) -> Self:
         self._autocast = autocast_on_meta()
@@ -118,13 +118,13 @@ class ValuelessTracking(TensorTracking):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ITEM:  # "is anything padded?": take some branch
+        if func is ITEM:  # "is anything padded?": take either branch
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
-        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # "which experts?": one of them
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # "which experts?": one expert
             return args[0].new_empty((1, args[0].ndim), dtype=torch.long)
         if func is torch.ops.aten.index.Tensor and args[0].is_meta:
             masks = [index.ndim if index is not None and index.dtype == torch.bool else 0 for index in args[1]]
-            places = [[index] if not mask else [index.new_empty(1, dtype=torch.long)] * mask  # it selects one element
+            places = [[index] if not mask else [index.new_empty(1, dtype=torch.long)] * mask  # a mask selects one
                       for index, mask in zip(args[1], masks, strict=True)]  # fmt: skip
             args = (args[0], [place for each in places for place in each], *args[2:])
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -135,7 +135,7 @@ class ValuelessTracking(TensorTracking):
 
 @contextlib.contextmanager
 def autocast_on_meta() -> Iterator[None]:
-    """Let code turn autocast off for the device of a tensor without values, as adapters do."""
+    """Let code disable autocast for the meta device, as adapters do for the device of a tensor."""
     plain = torch.autocast.__init__
     changed: Any = functools.partialmethod(_autocast, plain)
     torch.autocast.__init__ = changed  # type: ignore[method-assign]
@@ -146,5 +146,5 @@ def autocast_on_meta() -> Iterator[None]:
 
 
 def _autocast(self: Any, plain: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-    """Make a context of another device in the place of meta's, which torch does not have."""
+    """Initialize the context for the CPU instead of the meta device, which torch does not support."""
     plain(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)

@@ -1,12 +1,12 @@
-"""Find the reads of a model's blocks, and try a plan's stages: both on the meta device, before the model is split.
+"""Find the tensors that each block reads, and run the planned stages, on the meta device, before the model is split.
 
-Stages hold the tensors that they read: relative positions that one embedding makes for all layers, an image encoder
-that every layer reads. From earlier blocks a block may read only the output of the one before it. The policy does not
-say who reads a module; the model's forward does, with the graph detached after every block. Costs some 50 ms and no
-memory; a model that does not run there is run once with its weights, on five tokens.
+A stage holds every tensor that it reads, such as relative positions that one embedding makes for all layers, or an
+image encoder that every layer reads. From earlier blocks, a block may read only the output of the previous block. The
+policy does not list these reads. A forward with the graph detached after every block shows them. It takes about 50 ms
+and no memory; a model that does not run on the meta device runs once with its weights, on five tokens.
 
-The graph has only the paths of gradients. So all stages also run one after the other in this process, and every
-operation is followed: integers, comparisons and masks, and values that a model collects outside of its blocks.
+The graph contains only the paths of gradients. So all stages also run one after the other in this process, and every
+operation is tracked: on integers and masks, and on values that a model collects outside its blocks.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from autopar.policy.schema import Policy
 
 
 def find_reads(model: nn.Module, policy: Policy | Described) -> Reads | None:
-    """Trace the reads of a model's blocks, or if its head needs values, of its base model's.
+    """Trace the reads of the blocks of a model, or of its base model if the head needs values.
 
-    None for a plain module, and for a model that does not run on made-up inputs.
+    Return None for a plain module, and for a model that does not run on sample inputs.
     """
     described = Described.of(model, policy)
     prefix, inner = described.prefix, described.model
@@ -67,11 +67,12 @@ def find_reads(model: nn.Module, policy: Policy | Described) -> Reads | None:
 def trace_reads(
     model: PreTrainedModel, prefix: str, elements: tuple[str, ...], encoder: int | None, inputs: Mapping[str, Any]
 ) -> Reads | None:
-    """Run ``model`` once, on the meta device, or if that fails with its weights; None if it does not run at all.
+    """Run ``model`` once on the meta device, or with its weights if that fails; return None if it does not run.
 
     Args:
-        model: The full model, which is only read; its path in the names of elements is ``prefix``.
-        elements: Module paths in forward order; ``encoder`` is the place of the encoder among them.
+        model: Full model, which stays unchanged.
+        prefix: Path of the model in the names of ``elements``, module paths in forward order.
+        encoder: Index of the encoder in ``elements``, or None.
         inputs: Small inputs on the meta device.
     """
     start = f"{prefix}." if prefix else ""
@@ -85,7 +86,7 @@ def trace_reads(
             given = {**variant, **no_cache}
             try:
                 reads = _trace(copied, start, elements, encoder, given)
-            except Exception:  # these inputs may not fit, which says nothing about the model
+            except Exception:  # the inputs may not fit; try the next variant
                 continue
             reads.within = start
             reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=given)
@@ -112,9 +113,9 @@ def _trace(
 
 
 def _variants(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the inputs as they are; with the mask of ``input_ids``; with images of the size that the config names.
+    """Yield the inputs; then with a mask of ``input_ids``; then with images of the size in the config.
 
-    Without a mask some models look for padding among their values. Some do not run on text alone.
+    Without a mask, some models search the values for padding. Some models do not run on text alone.
     """
     taken, ids = inspect.signature(model.forward).parameters, inputs.get("input_ids")
     yield dict(inputs)
@@ -149,7 +150,7 @@ class _Reading:
         leaf = tensor.detach().requires_grad_()
         self.outputs[id(leaf)] = place
         self.alive.append(leaf)
-        return leaf.clone()  # models may write into it, which a leaf does not allow
+        return leaf.clone()  # models may write into it in place, which a leaf does not allow
 
     def note(self, place: int, output: Any) -> None:
         tensors: list[torch.Tensor] = []
@@ -167,14 +168,15 @@ class _Reading:
 def rehearse_stages(
     model: PreTrainedModel, start: str, plan: StagePlan, inputs: Mapping[str, Any]
 ) -> dict[str, set[int]]:
-    """Find the tensors that stages read though the plan does not give them: name -> stages.
+    """Return the tensors that stages read but the plan does not assign to them: name -> stages.
 
     Args:
-        model: The full model, changed while this runs. Names in the plan begin with ``start``.
+        model: Full model, changed while this function runs.
+        start: Prefix of the model's names in the plan.
         inputs: Arguments with which the full model runs.
 
     Raises:
-        UnsupportedModelError: A stage fails, or needs what no stage could hold.
+        UnsupportedModelError: A stage fails, or reads an activation other than the output of the previous block.
     """
     names: dict[int, list[str]] = {}
     by_id: dict[int, torch.Tensor] = {}
@@ -200,14 +202,14 @@ def rehearse_stages(
                 raise UnsupportedModelError(
                     f"{type(model).__name__} cannot be split into pipeline stages: its forward does not run with the "
                     f"blocks {forward.start} to {forward.stop - 1} alone ({type(error).__name__}: "
-                    f"{first_line(error)}), though it does with all.\n  It reads more from its "
-                    "blocks than the last one's output. Use pipeline_parallel_size=1."
+                    f"{first_line(error)}).\n  It reads more from its blocks than the output of the last block. "
+                    "Use pipeline_parallel_size=1."
                 ) from error
             for name in read:
                 if name not in plan.tensors:
                     raise UnsupportedModelError(
-                        f"{type(model).__name__} cannot be split into pipeline stages in front of block "
-                        f"{forward.start}: what comes behind reads {name}, and not only that of the block before.\n"
+                        f"{type(model).__name__} cannot be split into pipeline stages before block {forward.start}: "
+                        f"later code reads {name}, not only the output of the previous block.\n"
                         "  Split it elsewhere (pipeline.layers_per_stage), or use pipeline_parallel_size=1."
                     )
                 for same in next(same for same in names.values() if same[0] == name):
@@ -217,9 +219,9 @@ def rehearse_stages(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode; then restore modes, random generators and attributes.
+    """Put the model into evaluation mode; afterwards restore modes, random generators and attributes.
 
-    Some forwards write attributes, such as the capacity of experts.
+    Attributes are restored because some forwards change them, such as the capacity of experts.
     """
     training = [module for module in model.modules() if module.training]
     before = [(module, dict(vars(module)), dict(own_buffers(module))) for module in model.modules()]

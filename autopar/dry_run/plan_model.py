@@ -1,8 +1,8 @@
-"""Plan a model for a mesh, and try the plan: policy -> plan -> dry run -> stages -> rows.
+"""Plan a model for a mesh, and try the plan: policy -> plan -> dry run -> stages -> features.
 
-Every step is computed once and kept, and none needs process groups. ``initialize`` runs all steps (:func:`plan_model`);
-the planner and ``autopar policy check`` run them one by one, to continue where one fails. The code that plans an axis
-is loaded when a mesh has it.
+Each step is computed once, cached, and needs no process groups. ``initialize`` runs all steps (:func:`plan_model`). The
+planner and ``autopar policy check`` run them one by one, so that they can continue after a failure. The code that plans
+an axis is imported only for a mesh that has it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Plans(NamedTuple):
     """The plans of one mesh.
 
     Attributes:
-        tensors: The layout of each tensor over tp.
-        stages: The tensors of each stage.
+        tensors: Layout of each tensor over tp.
+        stages: Tensors of each stage.
         features: Plans of the features in use, by name (:class:`autopar.registry.Feature`).
-        tried: True if a dry run could be made.
+        tried: True if a dry run was possible.
     """
 
     tensors: Plan
@@ -52,10 +52,12 @@ class Plans(NamedTuple):
 
 
 class ModelPlans:
-    """The plans of one model for any mesh, each made at its first use, and then kept.
+    """The plans of one model for any mesh; each is computed at its first use and cached.
 
-    ``inner`` is the Hugging Face model in ``model``, at ``prefix``; or a plain module itself. Each method raises
-    ConfigError, UnsupportedModelError or PolicyError if the mesh does not fit, the same in each call.
+    Each method raises ConfigError, UnsupportedModelError or PolicyError if the mesh does not fit, also when repeated.
+
+    Args:
+        inner: Hugging Face model inside ``model``, at ``prefix``; or the plain module itself.
     """
 
     def __init__(self, model: nn.Module, inner: Any, prefix: str, policy: Policy) -> None:
@@ -65,17 +67,17 @@ class ModelPlans:
 
     @classmethod
     def of(cls, model: nn.Module, policy: Any = None, named: str = "") -> ModelPlans:
-        """Return the plans of a model by a policy, given or ``named`` in a config as in ``initialize``."""
+        """Return the plans of a model; ``policy`` as in ``initialize``, ``named`` as in a config."""
         given = given_policy(model, policy, named)
         prefix, inner = model_inside(model, given)
         return cls(model, inner, prefix, find_policy(inner, given))
 
     def tensors(self, tp: int, *, experts: int = 1) -> Plan:
-        """Plan a tensor-parallel size; ``experts``: ranks over which experts are distributed."""
+        """Plan a tensor-parallel size; ``experts``: number of ranks over which experts are distributed."""
         return self.once(("tensors", tp, experts), lambda: make_plan(self.model, self._described, tp, experts=experts))
 
     def tried(self, tp: int, *, experts: int = 1) -> bool:
-        """Run the shards without data; False if no inputs for that are known."""
+        """Run the shards without data; return False if no sample inputs are known."""
         plan = self.tensors(tp, experts=experts)
         return self.once(("tried", tp, experts), lambda: check_plan(self.inner, self.prefix, plan))
 
@@ -88,13 +90,13 @@ class ModelPlans:
         folded: bool = False,
         dry_run: bool = True,
     ) -> StagePlan:
-        """Split the blocks into stages, by the tensors that each block reads.
+        """Split the blocks into stages.
 
         Args:
-            pp: Number of ranks, with ``chunks`` stages each.
+            pp, chunks: Number of ranks, and of stages per rank.
             layers: Number of blocks of each stage. Default: balanced by parameters.
-            folded: True if the last stage is on the first rank, too.
-            dry_run: False to skip running each stage without data; some stages hold more than one forward shows.
+            folded: True if the first rank also has the last stage.
+            dry_run: False to skip the run of each stage without data, which finds further tensors of stages.
         """
 
         def make() -> StagePlan:
@@ -126,7 +128,7 @@ _prepared: dict[int, ModelPlans] = {}
 
 @contextlib.contextmanager
 def prepared(plans: ModelPlans) -> Iterator[None]:
-    """Let an ``initialize`` of this model object inside of ``with`` take these plans with their results."""
+    """Let an ``initialize`` of this model inside ``with`` reuse these plans."""
     _prepared[id(plans.model)] = plans
     try:
         yield
@@ -135,12 +137,12 @@ def prepared(plans: ModelPlans) -> Iterator[None]:
 
 
 def plans_of(model: nn.Module, inner: Any, prefix: str, policy: Policy) -> ModelPlans:
-    """Return the plans of a model, new ones unless some are prepared."""
+    """Return the prepared plans of a model, or new ones."""
     return _prepared.pop(id(model), None) or ModelPlans(model, inner, prefix, policy)
 
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
-    """Try a plan without data: :func:`autopar.dry_run.tensor_parallel.check_plan`. At tp 1 nothing can be wrong."""
+    """Try a plan without data with :func:`autopar.dry_run.tensor_parallel.check_plan`; False with tp=1."""
     if plan.tp == 1:
         return False
     from autopar.dry_run import tensor_parallel
@@ -149,10 +151,10 @@ def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
 
 
 def warn_no_dry_run(model: nn.Module) -> None:
-    """Warn that a policy could not be checked by a dry run."""
+    """Warn that a dry run could not check a policy."""
     _log.warning(
-        "%s does not run without data, so your policy got no dry run: compare its loss and gradients with the "
-        "plain model's once.",
+        "%s does not run without data, so no dry run checked your policy.\n"
+        "  Compare loss and gradients with the single-process model once.",
         type(model).__name__,
     )
 
@@ -160,14 +162,14 @@ def warn_no_dry_run(model: nn.Module) -> None:
 def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan], None]) -> Plans:
     """Make all plans of a configuration, and try them.
 
-    1. ``tensors``: rules of the policy meet modules, and become layouts.
-    2. ``check``: the caller's check of the plan, before anything is run.
-    3. ``tried``: shards run on the meta device; tensors that leave a region must be full again.
-    4. ``stages``: blocks run on the meta device; their reads say where they can be separated.
-    5. ``features``: planners of features, in the order of names.
+    1. ``tensors``: match the rules of the policy with modules, and compute layouts.
+    2. ``check``: run the caller's check of the plan.
+    3. ``tried``: run shards on the meta device; tensors that leave a region must be full.
+    4. ``stages``: run blocks on the meta device; their reads show where they can be split.
+    5. ``features``: run the planners of features, ordered by name.
 
     Raises:
-        ConfigError, UnsupportedModelError, PolicyError: The first step that does not fit.
+        ConfigError, UnsupportedModelError, PolicyError: A step fails.
     """
     tp, experts, pipeline = config.tensor_parallel_size, config.expert_parallel_size, config.pipeline
     tensors = plans.tensors(tp, experts=experts)
@@ -182,9 +184,9 @@ def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan]
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep Python from looking for cycles inside: each full pass visits all objects of torch and transformers.
+    """Disable Python's garbage collector inside, since each full pass visits all objects of torch and transformers.
 
-    A plan of 126 blocks and its dry run take a tenth to a quarter less time, and some MiB more.
+    A plan of 126 blocks and its dry run take 10 % to 25 % less time, and a few MiB more.
     """
     enabled = gc.isenabled()
     gc.disable()

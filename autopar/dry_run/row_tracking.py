@@ -1,12 +1,12 @@
-"""Row tracking: whether a part of a forward works on each row of the sequence by itself.
+"""Row tracking: find out whether code treats each row (position) of the sequence separately.
 
-Also the search for the modules of a model that do not (:class:`RowSearch`).
+:class:`RowSearch` finds the modules of a model that do not.
 
-Sequence and context parallelism leave rows of the sequence on different ranks. That is right for a block whose
-operations treat each row separately (norms, products, dropout), and wrong, with fitting shapes, for one that mixes
-them (a convolution, a softmax over the rows, positions counted from the number of rows). So the block runs on the meta
-device with a prime number of rows that divides no other size: a tensor holds rows in the one dim that the prime
-divides. An operation on rows must keep exactly one such dim and must not work along it. Unknown operations mix rows.
+Sequence and context parallelism shard the rows of a sequence over ranks. This is correct for operations that treat each
+row separately (norms, products, dropout). It is silently wrong for operations that mix rows (a convolution, a softmax
+over the rows, positions counted from the number of rows). So the code runs on the meta device with a prime number of
+rows that divides no other size: the dim that the prime divides holds the rows. An operation on rows must keep exactly
+one such dim and must not work along it. Unknown operations count as mixing rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 23, 1
 
 
 class MixedRows(Exception):
-    """An operation that mixes rows, or is not known; ``between``: it runs between blocks."""
+    """An operation mixes rows or is unknown; ``between``: True if it runs between blocks."""
 
     def __init__(self, operation: str, between: bool = False) -> None:
         super().__init__(operation)
@@ -41,9 +41,9 @@ class MixedRows(Exception):
 
 
 def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> int:
-    """Return a number of rows for each of ``ranks`` that divides no size of a parameter; 0 if there is none.
+    """Return a prime number of rows per rank that divides no size of a parameter; 0 if no known prime fits.
 
-    Sequences longer than ``longest`` are a last resort: without data many models take them, too.
+    Sequences longer than ``longest`` are a last resort; many models run on them without data.
     """
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape if size > 1}
     sizes |= {ranks, ranks + 1}
@@ -55,10 +55,10 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n
 
 
 class Misfit(Exception):
-    """A run over rows that fails in the module ``path``, or ``between`` blocks, or returns another result.
+    """A run over rows fails in the module ``path`` or ``between`` blocks, or returns a wrong result.
 
     Attributes:
-        inputs: Names of other arguments of blocks that are as long as the sequence.
+        inputs: Names of other block arguments that are as long as the sequence.
     """
 
     inputs: tuple[str, ...] = ()
@@ -69,78 +69,78 @@ class Misfit(Exception):
 
 
 class RowSearch(ABC):
-    """The search for the modules of a model that need all rows of the sequence; the rest runs over a part of them.
+    """Search for the modules of a model that need full sequences; all other modules run on sequence shards.
 
-    The model runs without data. The innermost module around each failure then gets all rows, until nothing fails.
+    The model runs without data. After each failure, the innermost module around it gets full sequences.
 
     Args:
-        model: The Hugging Face model, which is only read.
-        prefix: The path of the model in the names of ``elements``.
-        elements: The blocks of the model and its encoder, at the place ``encoder`` (:mod:`autopar.plan.stages`).
-        ranks: The number of ranks over which sequences are sharded.
+        model: Hugging Face model, which stays unchanged.
+        prefix: Path of the model in the names of ``elements``.
+        elements, encoder: Paths of the blocks and the encoder, and its index or None (:mod:`autopar.plan.stages`).
+        ranks: Number of ranks over which sequences are sharded.
 
     Attributes:
-        lists: Paths of the blocks in forward order; of an encoder-decoder model two lists.
+        lists: Paths of the blocks in forward order; two lists for an encoder-decoder model.
         blocks: Paths of all blocks.
-        longest: The longest sequence that the model takes with two tokens more; None if its config does not say.
-        sized: The modules with whose sizes a number of rows must not agree.
-        prime: The number of rows of one rank (:func:`prime_beside`).
-        batch: The number of sequences. ``ranks`` does not divide it.
-        wholes: Paths of modules that run with all rows.
-        entries: Paths of modules whose code runs with all rows, unless they are among ``wholes``.
-        whole_blocks: True if a block may be one of ``wholes``.
-        outside: True if rows are sharded outside of blocks, too.
+        longest: Longest supported sequence minus two tokens; None if the config does not say.
+        sized: Modules whose sizes the number of rows must not divide.
+        prime: Number of rows per rank (:func:`prime_beside`).
+        batch: Number of sequences; not a multiple of ``ranks``.
+        wholes: Paths of modules that run on full sequences.
+        entries: Paths of modules whose own code runs on full sequences, unless they are in ``wholes``.
+        full_blocks: True if a block may be in ``wholes``.
+        outside: True if sequences are sharded outside blocks too.
 
     Raises:
-        ConfigError: The model does not fit.
+        ConfigError: The model is not supported.
     """
 
-    whole_blocks = outside = False
+    full_blocks = outside = False
 
     def __init__(self, model: nn.Module, prefix: str, elements: Sequence[str], encoder: int | None, ranks: int) -> None:
         self.model: Any = model
         self.ranks, self.batch, self.start = ranks, ranks + 1, f"{prefix}." if prefix else ""
         if not isinstance(model, PreTrainedModel):
-            raise self.refusal("only Hugging Face models have a dry run before their first forward")
+            raise self.refusal("the model must be a Hugging Face model, which a dry run can check")
         paths = [path.removeprefix(self.start) for path in elements]
         cut = (paths,) if encoder is None else (paths[:encoder], paths[encoder + 1 :])
         self.lists = tuple(tuple(blocks) for blocks in cut if blocks)
         self.blocks = [block for each in self.lists for block in each]
         if not self.blocks:
-            raise self.refusal("its policy names no blocks, between which sequences are sharded")
+            raise self.refusal("its policy must name blocks, around which sequences are sharded")
         if dropped := dropped_blocks(model):
-            raise self.refusal(f"{dropped} leaves out blocks, and the last of them makes sequences whole")
+            raise self.refusal(f"{dropped} skips blocks at random, but the last block must gather sequences")
         self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
         self.wholes: tuple[str, ...] = ()
         self.entries: tuple[str, ...] = ()
-        config = model.config.get_text_config(decoder=True)  # an encoder may have another length
+        config = model.config.get_text_config(decoder=True)  # an encoder may have a different length
         known = (getattr(config, name, None) for name in _LENGTHS)
         self.longest = next((length - 2 for length in known if type(length) is int and length > 0), None)
         self.sized = model if self.outside else nn.ModuleList([model.get_submodule(path) for path in self.blocks])
         self.prime = prime_beside(self.sized, ranks, self.longest)
         if not self.prime:
-            raise self.refusal("no length tells rows from other sizes")
+            raise self.refusal("no sequence length differs from all other sizes")
 
     @abstractmethod
     def attempt(self) -> None:
-        """Run the model as it is planned now. Raises Misfit."""
+        """Run the model with the current plan. Raises Misfit."""
 
     @abstractmethod
     def refusal(self, reason: str) -> ConfigError:
-        """Return the error of a model that does not fit."""
+        """Return the error for a model that is not supported."""
 
     def otherwise(self, failure: Misfit) -> bool:
-        """Change the plan after a failure that :meth:`widen` cannot repair; return whether something changed."""
+        """Change the plan after a failure that :meth:`widen` cannot repair; return whether the plan changed."""
         return False
 
     def words(self, failure: Misfit) -> str:
         """Return the reason of a refusal."""
         if self.longest is not None and self.prime * self.ranks > self.longest:
-            return f"no length up to {self.longest + 2} tells rows from other sizes"
+            return f"no sequence length up to {self.longest + 2} differs from all other sizes"
         return f"in {self.start}{failure.path}: {failure}" if failure.path else str(failure)
 
     def settle(self) -> None:
-        """Change the plan until it holds. Raises ConfigError if it never does."""
+        """Change the plan until the model runs. Raises ConfigError if no plan works."""
         while True:
             try:
                 return self.attempt()
@@ -160,18 +160,18 @@ class RowSearch(ABC):
             raise Misfit(stack[-1] if stack else "", f"{type(error).__name__}: {first_line(error)}") from error
 
     def widen(self, failure: Misfit) -> bool:
-        """Let the innermost module around a failure run with all rows; False if there is none that does not."""
+        """Run the innermost module around a failure on full sequences; return False if all of them already do."""
         path, block = failure.path, self.block_of(failure.path)
-        while block and lies_in(path, block) and (self.whole_blocks or path != block):
-            known = any(lies_in(path, whole) for whole in self.wholes)
+        while block and lies_in(path, block) and (self.full_blocks or path != block):
+            known = any(lies_in(path, each) for each in self.wholes)
             if not known and not any(path.startswith(f"{entry}.") for entry in self.entries):
-                self.make_whole(self.alike(path))
+                self.run_in_full(self.counterparts(path))
                 return True
             path = path.rpartition(".")[0]
         return False
 
-    def make_whole(self, paths: Iterable[str]) -> None:
-        """Let these modules run with all rows, and what lies in them."""
+    def run_in_full(self, paths: Iterable[str]) -> None:
+        """Run these modules, with all modules inside, on full sequences."""
         self.wholes = outermost((*self.wholes, *paths))
         self.entries = outermost(self.entries, self.wholes)
 
@@ -180,35 +180,35 @@ class RowSearch(ABC):
         try:
             return sample_inputs(self.model, self.batch, self.ranks * self.prime)
         except ValueError as error:
-            raise self.refusal(f"the dry run has {error}") from None
+            raise self.refusal(str(error)) from None
 
     def block_of(self, path: str) -> str:
-        """Return the block that a module lies in; empty outside of blocks."""
+        """Return the block around a module; empty outside blocks."""
         return next((block for block in self.blocks if lies_in(path, block)), "")
 
-    def alike(self, path: str) -> list[str]:
-        """Return the modules of the same class in the same place of the blocks of a list."""
+    def counterparts(self, path: str) -> list[str]:
+        """Return the modules of the same class at the same place in the other blocks of the list."""
         own = self.block_of(path)
         blocks, below = next(blocks for blocks in self.lists if own in blocks), path.removeprefix(own)
         return [block + below for block in blocks if self.kinds.get(block + below) is self.kinds[path]]
 
 
 def outermost(paths: Iterable[str], others: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the paths that do not lie below another one of them, nor below or among ``others``."""
+    """Return the paths that are not inside another path of ``paths``, and not in or inside ``others``."""
     listed = tuple(dict.fromkeys(paths))
     above = tuple(f"{path}." for path in (*listed, *others))
     return tuple(path for path in listed if path not in others and not path.startswith(above))
 
 
 class RowTracking(ValuelessTracking):
-    """A dispatch mode that follows the tensors which hold rows.
+    """A dispatch mode that follows the tensors that hold rows.
 
     Args:
-        prime: Rows of this rank (:func:`prime_beside`).
-        ranks: Number of ranks: the sequence has ``ranks * prime`` rows. The batch is not a multiple of it.
+        prime: Number of local rows (:func:`prime_beside`).
+        ranks: Number of ranks; the sequence has ``ranks * prime`` rows. The batch size is not a multiple of it.
 
     Raises:
-        MixedRows: In the forward, at the operation.
+        MixedRows: In the forward, at an operation that mixes rows.
     """
 
     def __init__(self, prime: int, ranks: int) -> None:
@@ -230,11 +230,11 @@ class RowTracking(ValuelessTracking):
         self._tables[tensor] = True
 
     def holds_rows(self, value: Any) -> bool:
-        """Return whether some tensor in ``value`` holds rows."""
+        """Return whether any tensor in ``value`` holds rows."""
         return any(tensor in self._rows for tensor in tensors_in(value))
 
-    def whole(self, value: Any) -> Any:
-        """Return new tensors of the same shapes, which hold no rows."""
+    def unmarked(self, value: Any) -> Any:
+        """Return new tensors of the same shapes that are not marked as rows."""
         with self.paused():
             return tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, value)
 
@@ -252,7 +252,7 @@ class RowTracking(ValuelessTracking):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = name_of(func)
         if name in _READING and not self._paused and self.holds_rows(args):
-            raise MixedRows(f"{name}: what it finds is another thing on each rank")
+            raise MixedRows(f"{name}: its result would differ between ranks")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -304,7 +304,7 @@ def _along(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
 _READING = frozenset(("_local_scalar_dense", "nonzero"))
 # Operations that count positions.
 _COUNTING = frozenset(("arange", "linspace", "tril_indices", "triu_indices", "range", "eye"))
-# Operations that treat each row separately if the result has one dim of rows.
+# Operations that treat each row separately if their result has one dim of rows.
 _APART = frozenset(
     (
         *("mm", "bmm", "addmm", "addmv", "mv", "dot", "baddbmm", "linear", "matmul", "sum", "mean", "var", "std"),
@@ -320,7 +320,7 @@ _APART = frozenset(
 )
 
 
-# Operations along dims that keep their sizes: none of the dims may be the rows'.
+# Operations along dims that keep their sizes; none of these dims may hold rows.
 _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
     **dict.fromkeys((*ALONG, "flip", "roll", "renorm", "cat", "stack", "glu", "gather", "index_select"), _along),
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"), _along),
@@ -331,7 +331,7 @@ _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
     ),
     **dict.fromkeys(("convolution", "native_group_norm"), lambda held, _: list(range(1, held.ndim))),
     **dict.fromkeys(
-        ("index", "index_put", "index_put_", "_unsafe_index"),  # of rows that are picked; not where rows look one up
+        ("index", "index_put", "index_put_", "_unsafe_index"),  # picking rows mixes them; rows as indices do not
         lambda held, given: [
             n for n, index in enumerate(given["indices"]) if index is not None and given["self"] is held
         ],

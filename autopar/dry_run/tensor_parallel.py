@@ -1,15 +1,15 @@
-"""The dry run of a plan: the forward of one rank's shard, on the meta device, before the real model is touched.
+"""The dry run of a plan: run the forward of one shard on the meta device, before the real model is changed.
 
-A policy can be complete and still wrong: a query projection left replicated next to sharded keys, a head count that
-``forward`` reads and that is not scaled, a norm between column and row whose gradient is not summed. Names and shapes
-of parameters do not show that, and sometimes even logits do not. So the plan is applied to a copy of the model that has
-shapes but no data, and its ``forward`` is run while every tensor is tracked: *sharded* from a column-parallel layer on,
-*replicated* from a row-parallel layer or a gather on. Outputs must be replicated and of the plain model's shapes. Costs
-some 50 ms, no memory, no communication, and gives every rank the same result.
+A policy can be complete and still wrong: a query projection stays replicated next to sharded keys, ``forward`` reads a
+head count that is not scaled, or the gradient of a norm between column and row is not summed. Names and shapes of
+parameters do not show this, and sometimes even the logits do not. So the plan is applied to a copy of the model without
+data. Its ``forward`` runs while every tensor is tracked: *sharded* after a column-parallel layer, *replicated* after a
+row-parallel layer or a gather. Outputs must be replicated and have the shapes of the full model. A dry run takes about
+50 ms, no memory and no communication, and has the same result on every rank.
 
-A model whose plain forward does not run on the meta device (attention kernels without shapes, values read in Python)
-has no dry run, only the checks of the plan. A plain module's dry run comes with its first forward
-(:class:`FirstForward`), since its arguments are not known before.
+A model whose forward does not run on the meta device (attention kernels without shapes, values read in Python) has no
+dry run, only the checks of the plan. The dry run of a plain module happens at its first forward
+(:class:`FirstForward`), because its arguments are unknown before.
 """
 
 from __future__ import annotations
@@ -40,16 +40,20 @@ from autopar.tensor_parallel.regions import Region
 
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
-    """Run the shard of the first tp rank on the meta device, and the last one's if it has other sizes.
+    """Run the shard of the first tp rank on the meta device, and of the last rank if its sizes differ.
 
-    Return False if the model does not run there. A task model that reads values (the end of each sequence) is run
-    without its head. Models inside the model are run by themselves too: text alone does not reach an image encoder.
+    A task model that reads values (the end of each sequence) runs without its head. Models inside the model run
+    separately too, because text alone does not reach an image encoder.
 
     Args:
-        model: The Hugging Face model, which is only read; it is at ``prefix`` in the plan's names.
+        model: Hugging Face model, which stays unchanged.
+        prefix: Path of the model in the names of the plan.
+
+    Returns:
+        False if the model does not run on the meta device.
 
     Raises:
-        PolicyError: The shard fails where the full model does not, or mixes replicated and sharded activations.
+        PolicyError: The shard fails where the full model runs, or mixes replicated and sharded activations.
     """
     if plan.tp == 1 or not isinstance(model, PreTrainedModel):
         return False
@@ -74,12 +78,12 @@ def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
 
 
 def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Try a plan with these arguments, as :func:`check_plan`; return whether the full model runs without data."""
+    """Try a plan with these arguments, like :func:`check_plan`; return whether the full model runs without data."""
     try:
         plain = meta_copy(model)
         with ActivationTracking():
             expected = shapes_of(run(plain, args, kwargs))
-    except Exception:  # the reference model does not run on the meta device, whatever the policy
+    except Exception:  # the full model does not run on the meta device, regardless of the policy
         return False
     for rank in different_ranks(plan):
         _check_shard(model, plan, rank, expected, args, kwargs)
@@ -87,20 +91,20 @@ def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
 
 
 def different_ranks(plan: Plan) -> list[int]:
-    """Return the first and the last rank, or the first alone where the last one has the same sizes throughout.
+    """Return the first and the last rank, or only the first if the last rank has identical sizes.
 
-    Uneven shards and units that several ranks hold make a difference, and rules of features, which know their rank.
+    Ranks differ with uneven shards, with units that several ranks hold, and with rules of features.
     """
     last = plan.tp - 1
     layouts = [tensor.layout for tensor in plan.tensors.values()]
     for rule in plan.modules.values():
         layouts += [rule.layout, rule.groups, *rule.layouts.values(), *(sliced.layout for sliced in rule.inputs)]
-    alike = (
+    identical = (
         all(a.values[0] == a.values[last] for a in plan.attributes)
         and not any(rule.rule in registry.RULES for rule in plan.modules.values())
         and all(x is None or (x.local_size(0) == x.local_size(last) and not x.replicated) for x in layouts)
     )
-    return [0] if alike else [0, last]
+    return [0] if identical else [0, last]
 
 
 def _check_shard(
@@ -111,7 +115,7 @@ def _check_shard(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Run the shard of a rank. Raise PolicyError if it fails, is wrong, or has outputs of other shapes."""
+    """Run the shard of a rank; raise PolicyError if it fails, is wrong, or its outputs have wrong shapes."""
     shard, region = meta_copy(model), Region(Axis("tp", None, range(plan.tp), rank))
     apply(shard, plan, region.axis, region)
     stack: list[str] = []
@@ -121,7 +125,7 @@ def _check_shard(
         inside = bool(makers) and lies_in(makers[0], met)
         raise PolicyError(
             f"in {met or 'the model'} a replicated activation meets sharded ones: its gradient would be "
-            "partial. The module that made it needs {enter_output: UNIT}, or a rule that shards it"
+            "partial.\n  The module that made it needs {enter_output: UNIT}, or a rule that shards it."
             f"{made_by(plan, makers)}",
             (line_of(plan, makers[0]) if inside else "") or _where(plan, met),
         )
@@ -139,7 +143,7 @@ def _check_shard(
     except Exception as error:
         raise PolicyError(
             f"the shard of one of {plan.tp} ranks fails in {stack[-1] or 'the model'}, where the full model does "
-            f"not: {first_line(error)}\n  A layer beside it may lack its rule, or an attribute that forward() "
+            f"not: {first_line(error)}\n  A neighboring layer may lack its rule, or an attribute that forward() "
             "reads may not be scaled (attributes).",
             _where(plan, stack[-1]),
         ) from error
@@ -147,13 +151,13 @@ def _check_shard(
     last = _where(plan, "")
     for output, value in _entries(out):
         if isinstance(value, torch.Tensor) and tracking.is_sharded(value):
-            raise PolicyError(f"output '{output}' is still sharded: some row or gather_output is missing", last)
+            raise PolicyError(f"output '{output}' is still sharded: a row rule or gather_output is missing", last)
     if shapes_of(out) != expected:
-        raise PolicyError(f"outputs have shapes {shapes_of(out)}, those of the full model {expected}", last)
+        raise PolicyError(f"expected outputs with shapes {expected}, as the full model has, got {shapes_of(out)}", last)
 
 
 def _check_sums(plan: Plan, tracking: ActivationTracking) -> None:
-    """Raise unless the replicated parameters inside the region have their gradients summed, and only those."""
+    """Raise PolicyError unless exactly the replicated parameters inside regions have summed gradients."""
     if tracking.partial:
         name = min(tracking.partial)
         path, _, own = name.rpartition(".")
@@ -161,23 +165,23 @@ def _check_sums(plan: Plan, tracking: ActivationTracking) -> None:
         if rule is not None and own in rule.summed:
             text = f"outside the forward of {path or 'the model'}, where its gradient is not summed"
             raise PolicyError(f"{name} works on sharded activations {text}", rule.where)
-        text = "its rule leaves its gradient partial: write {replicated: UNIT} to have it summed, or shard it"
+        text = "its rule leaves its gradient partial\n  Write {replicated: UNIT} to sum it, or shard the parameter."
         raise PolicyError(f"{name} works on sharded activations, but {text}", _where(plan, path))
     if others := tracking.summed_outside - tracking.summed_inside:
         name = min(others)
         raise PolicyError(
-            f"{name} works on replicated activations: its gradient must not be summed, write 'replicated'",
+            f"{name} works on replicated activations: its gradient must not be summed\n  Write 'replicated'.",
             _where(plan, name.rpartition(".")[0]),
         )
 
 
 def _where(plan: Plan, path: str) -> str:
-    """Return ``file:line`` of the rule nearest to a module: of the module, inside it, or around it."""
+    """Return ``file:line`` of the nearest rule: of the module, inside it, or around it."""
     for outer in (path, *around(path)):
         for other, rule in plan.modules.items():
             if lies_in(other, outer):
                 return rule.where
-    return plan.policy  # nothing is sharded
+    return plan.policy  # the plan has no rule that shards
 
 
 def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,25 +191,25 @@ def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(model, PreTrainedModel):
             model.config.use_cache = False
             return model(*args, **kwargs)
-        with torch.device("meta"):  # tensors that its forward makes without a device
+        with torch.device("meta"):  # for tensors that forward creates without a device
             return model(*args, **kwargs)
 
 
 def _entries(out: Any) -> list[tuple[Any, Any]]:
-    """Return the outputs of a model, by name or by number."""
+    """Return the outputs of a model, by name or by index."""
     if is_dataclass(out) and not isinstance(out, Mapping | type):
         return [(field.name, getattr(out, field.name)) for field in fields(out)]
     return list(out.items()) if isinstance(out, Mapping) else list(enumerate(tree_leaves(out)))
 
 
 def shapes_of(out: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of outputs, except attentions (a forward hook gathers those on the real model)."""
+    """Return the shapes of outputs, except attention maps, which a forward hook gathers on the real model."""
     others = [value for name, value in _entries(out) if "attentions" not in str(name)]
     return [tuple(leaf.shape) for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
 
 
 def below(plan: Plan, prefix: str) -> Plan:
-    """Return the part of a plan for the model at ``prefix``, with names from there."""
+    """Return the plan of the model at ``prefix``, with names relative to it."""
     if not prefix:
         return plan
     start = f"{prefix}."
@@ -226,7 +230,7 @@ def below(plan: Plan, prefix: str) -> Plan:
 
 
 class FirstForward(Hook):
-    """Forward pre-hook of a plain module: the dry run of its first forward, before anything is computed."""
+    """Forward pre-hook of a plain module that makes the dry run before the first forward."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
@@ -239,7 +243,7 @@ class FirstForward(Hook):
         self._handle: Any = None
 
     def attach(self, model: nn.Module) -> None:
-        """Register the hook on ``model``, which the plan has been applied to."""
+        """Register the hook on ``model``, after the plan was applied to it."""
         if self.plain is not None:
             self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
 

@@ -1,1 +1,1 @@
-"""Features: each folder registers what it adds to the core (:mod:`autopar.registry`), and may be deleted."""
+"""Features: each folder registers its additions to the core (:mod:`autopar.registry`) and may be deleted."""

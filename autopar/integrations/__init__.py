@@ -1,11 +1,11 @@
-"""Other libraries' training loops with a parallelized model. Each name imports its library when it is first used."""
+"""Training loops of other libraries with a parallelized model; each name imports its library at its first use."""
 
 from typing import TYPE_CHECKING
 
 from autopar.registry import lazy_names
 
 if TYPE_CHECKING:
-    from autopar.integrations.adapters import add_adapter as add_adapter, get_peft_model as get_peft_model
+    from autopar.integrations.peft import add_adapter as add_adapter, get_peft_model as get_peft_model
     from autopar.integrations.trainer.trainers import (
         ParallelSeq2SeqTrainer as ParallelSeq2SeqTrainer,
         ParallelTrainer as ParallelTrainer,
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _HOMES = {
     name: f"autopar.integrations.{home}"
     for home, names in {
-        "adapters": "add_adapter get_peft_model",
+        "peft": "add_adapter get_peft_model",
         "trainer.trainers": (
             "ParallelDPOTrainer ParallelGRPOTrainer ParallelKTOTrainer ParallelRLOOTrainer ParallelRewardTrainer "
             "ParallelSFTTrainer ParallelSeq2SeqTrainer ParallelTrainer ParallelTrainerMixin"

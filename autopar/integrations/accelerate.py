@@ -1,10 +1,9 @@
-"""accelerate around a parallelized model: it counts replicas as its processes, and gradients are averaged over them.
+"""accelerate with a parallelized model: replicas count as its processes, and gradients are averaged over them.
 
-``Accelerator`` and the functions around it count processes, deal out batches to them, gather, reduce, and step
-schedulers by them. All ranks of a replica have the same batch, so such a loop has to see the replicas. accelerate's
-inner functions are patched; those below find the model, and call accelerate's function for everything else. An
-accelerator stands for the models that it has prepared. One that has prepared none, and a function without an
-accelerator, stands for the parallelized model that is alive.
+``Accelerator`` shards batches over processes, gathers and reduces over them, and steps schedulers once per process. All
+ranks of a replica have the same batch, so such a loop must see replicas instead. The patched functions below find the
+model, and call accelerate's function in all other cases. An accelerator uses the mesh of the models that it has
+prepared. An accelerator without models, or a function without an accelerator, uses the parallelized model that exists.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _meant: ContextVar[tuple[Any, bool]] = ContextVar("the chosen MPU, see meaning",
 
 @contextlib.contextmanager
 def meaning(mpu: MPU | None, *, deals: bool = False) -> Iterator[None]:
-    """Let functions without an accelerator see the replicas of ``mpu``, or all processes.
+    """Let functions without an accelerator see the replicas of ``mpu``; None: all processes.
 
     Args:
-        deals: True if ``process_index`` counts replicas, too, for code that splits batches or slices gathered tensors.
+        deals: True if ``process_index`` also counts replicas, for code that splits batches or slices gathered tensors.
     """
     token = _meant.set((mpu, deals))
     try:
@@ -50,26 +49,25 @@ def meaning(mpu: MPU | None, *, deals: bool = False) -> Iterator[None]:
 
 
 def alive() -> list[ReplicaNorm]:
-    """Return the parallelized models over several ranks."""
+    """Return the existing models that are parallelized over several ranks."""
     return [one for one in listeners(ReplicaNorm) if one.is_alive]
 
 
 def only(found: Iterable[MPU]) -> MPU | None:
-    """Return one of the meshes; raise ConfigError if their replicas differ."""
+    """Return the only mesh, or None; raise ConfigError for meshes with different replicas."""
     meshes = {tuple(mpu.dp.ranks): mpu for mpu in found}
     if len(meshes) > 1:
         sizes = " and ".join(str(mpu.dp.size) for mpu in meshes.values())
         raise ConfigError(
-            f"accelerate cannot tell which of {len(meshes)} parallelized models is meant, which have {sizes} "
-            "replicas:\n  use an Accelerator that has prepared one of them, or\n"
-            "  autopar.gather_for_metrics(values, mpu=model.mpu) and torch.distributed with "
-            "model.mpu.dp.group."
+            f"this call of accelerate is ambiguous: there are {len(meshes)} parallelized models with {sizes} "
+            "replicas\n  Use an Accelerator that has prepared one of them; or use\n"
+            "  autopar.gather_for_metrics(values, mpu=model.mpu) and torch.distributed with model.mpu.dp.group."
         )
     return next(iter(meshes.values()), None)
 
 
 def inside(model: nn.Module) -> MPU | None:
-    """Return the mesh of the parallelized model in ``model``."""
+    """Return the mesh of the parallelized model inside ``model``, or None."""
     known = {id(one.model): one.mpu for one in alive()}
     return next((known[id(part)] for part in model.modules() if id(part) in known), None) if known else None
 
@@ -85,7 +83,7 @@ def mesh_of(accelerator: Any) -> MPU | None:
     meant, _ = _meant.get()
     if meant is not _UNSET:
         return meant
-    own: MPU | None = vars(accelerator).get("autopar_mpu")  # a parallel trainer's
+    own: MPU | None = vars(accelerator).get("autopar_mpu")  # set by a parallel trainer
     if own is not None:
         return own
     found = [mpu for mpu in map(inside, accelerator._models) if mpu is not None]
@@ -93,7 +91,7 @@ def mesh_of(accelerator: Any) -> MPU | None:
 
 
 class Place:
-    """A state of accelerate whose process is a replica."""
+    """A proxy of accelerate's state that counts replicas as processes."""
 
     def __init__(self, state: Any, mpu: MPU) -> None:
         self._state, self.num_processes, self.process_index = state, mpu.dp.size, mpu.dp.rank
@@ -103,7 +101,7 @@ class Place:
 
 
 def prepare(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of ``Accelerator.prepare``, which may meet a loader before the model."""
+    """Replace ``Accelerator.prepare``, which may get a loader before the model."""
     found = [mpu for each in args if isinstance(each, nn.Module) and (mpu := inside(each)) is not None]
     with meaning(only(found)) if found else contextlib.nullcontext():
         return plain(accelerator, *args, **kwargs)
@@ -112,19 +110,19 @@ def prepare(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
 def prepare_model(
     plain: Any, accelerator: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
 ) -> Any:
-    """The body of ``Accelerator.prepare_model``: averages gradients over the replicas."""
-    from accelerate.utils import model_has_dtensor  # FSDP2 averages
+    """Replace ``Accelerator.prepare_model``: average gradients over the replicas."""
+    from accelerate.utils import model_has_dtensor  # for such models FSDP2 averages
 
     mpu = inside(model)
     if mpu is not None and not evaluation_mode and any(frames_of("transformers.trainer")):
         raise ConfigError(
             "transformers' Trainer would wrap the model in DistributedDataParallel over ranks "
-            f"{listed_ranks(range(mpu.world_size))}, which hold different shards\n"
-            f"  of it: that of rank {mpu.rank} is held by {listed_ranks(mpu.dp_cp.ranks)}. Use\n"
-            "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
+            f"{listed_ranks(range(mpu.world_size))},\n  but only {listed_ranks(mpu.dp_cp.ranks)} hold the shards of "
+            f"rank {mpu.rank}. Use\n"
+            "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) with the same arguments."
         )
     kind: str = accelerator.distributed_type.value
-    if mpu is None or not (kind == "NO" or kind.startswith("MULTI_")):  # another engine's
+    if mpu is None or not (kind == "NO" or kind.startswith("MULTI_")):  # another engine handles the model
         return plain(accelerator, model, device_placement, evaluation_mode)
     _check_sizes(accelerator)
     prepared = plain(accelerator, model, device_placement, evaluation_mode=True)
@@ -136,7 +134,7 @@ def prepare_model(
     engine = DistributedDataParallel(prepared, process_group=mpu.dp_cp.group, **settings)
     if handler is not None:
         handler.register_comm_hook(engine)
-    vars(prepared).pop("_is_accelerate_prepared", None)  # the engine is
+    vars(prepared).pop("_is_accelerate_prepared", None)  # the wrapper gets this mark
     engine._is_accelerate_prepared = True  # type: ignore[assignment]
     return engine
 
@@ -144,19 +142,19 @@ def prepare_model(
 def _check_sizes(accelerator: Any) -> None:
     if accelerator.parallelism_config is not None:
         raise ConfigError(
-            "Accelerator(parallelism_config=...) is for models that accelerate shards, and this one is parallelized "
-            "already: it would\n  deal out batches by both. Leave parallelism_config out."
+            "Accelerator(parallelism_config=...) is not supported with a model that autopar has parallelized\n"
+            "  Remove parallelism_config."
         )
     world = dist.get_world_size()
     if accelerator.distributed_type.value == "NO" and world > 1:
         raise ConfigError(
-            f"Accelerator() counts 1 process, and there are {world}: without a GPU it would gather nothing, and take "
-            "each process for the main one.\n  Write Accelerator(cpu=True)."
+            f"Accelerator() counts 1 process, expected {world}: without a GPU it would not gather\n"
+            "  Write Accelerator(cpu=True)."
         )
 
 
 def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of ``Accelerator.prepare_data_loader``: deals batches out to the replicas."""
+    """Replace ``Accelerator.prepare_data_loader``: shard batches over the replicas."""
     from accelerate.data_loader import DataLoaderDispatcher
 
     mpu = mesh_of(accelerator)
@@ -165,14 +163,13 @@ def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: A
     _check_sizes(accelerator)
     if getattr(data_loader, "is_of_replicas", False):
         raise ConfigError(
-            "accelerator.prepare got a loader of autopar.prepare_dataloader, which gives each replica batches of its "
-            f"own\n  already: each of {mpu.dp.size} would see a part of its part. Leave it out of prepare, or give "
-            "prepare a plain DataLoader."
+            "accelerator.prepare got a loader of autopar.prepare_dataloader, which is already sharded over "
+            f"{mpu.dp.size} replicas\n  Do not pass it to prepare, or pass a plain DataLoader."
         )
     if accelerator.use_stateful_dataloader:
         raise ConfigError(
-            "use_stateful_dataloader counts the batches of all processes, and tensor-parallel ranks and stages share "
-            "theirs:\n  leave it out. The loader of autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu) has "
+            "use_stateful_dataloader is not supported with a parallelized model: it counts the batches of all processes"
+            "\n  Remove it. The loader of autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu) has "
             "state_dict and load_state_dict."
         )
     with meaning(mpu, deals=True):
@@ -183,13 +180,13 @@ def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: A
 
 
 def _num_processes(plain: Callable[..., int], accelerator: Any) -> int:
-    """The body of ``Accelerator.num_processes``, a factor of batch sizes and steps of schedulers."""
+    """Replace ``Accelerator.num_processes``, a factor of batch sizes and scheduler steps, with the replicas."""
     mpu = mesh_of(accelerator)
     return plain(accelerator) if mpu is None else mpu.dp.size
 
 
 def _process_index(plain: Callable[..., int], accelerator: Any) -> int:
-    """The body of ``Accelerator.process_index``, the rank in the world; or of the replica in :func:`meaning`."""
+    """Replace ``Accelerator.process_index``: the rank in the world, or the replica inside :func:`meaning`."""
     mpu = mesh_of(accelerator) if _meant.get()[1] else None
     return plain(accelerator) if mpu is None else mpu.dp.rank
 
@@ -207,7 +204,7 @@ def _split_of(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """The body of ``AcceleratedScheduler.step``, which steps once a process."""
+    """Replace ``AcceleratedScheduler.step``, which steps once per process: step once per replica."""
     optimizers = scheduler.optimizers or [scheduler.scheduler.optimizer]
     given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     mpu = only(one.mpu for one in alive() if one.mine(given))
@@ -215,10 +212,10 @@ def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if mpu is None or not stepping:
         plain(scheduler, *args, **kwargs)
         return
-    scheduler.split_batches = True  # one step
+    scheduler.split_batches = True  # one step per call
     try:
         for _ in range(mpu.dp.size):
-            total = getattr(scheduler.scheduler, "total_steps", None)  # OneCycleLR's
+            total = getattr(scheduler.scheduler, "total_steps", None)  # of OneCycleLR
             if total is None or steps_of(scheduler.scheduler) <= total:
                 plain(scheduler, *args, **kwargs)
     finally:
@@ -226,19 +223,19 @@ def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _for_accelerator(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of methods that call the functions below."""
+    """Replace methods that call the functions below."""
     with meaning(mesh_of(accelerator)):
         return plain(accelerator, *args, **kwargs)
 
 
 def _for_all(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of methods and properties over every process."""
+    """Replace methods and properties that must see every process."""
     with meaning(None):
         return plain(accelerator, *args, **kwargs)
 
 
 def _gather(plain: Any, tensor: Any) -> Any:
-    """The body of ``accelerate.utils.gather``: joins the replicas' tensors in dim 0."""
+    """Replace ``accelerate.utils.gather``: concatenate the tensors of the replicas in dim 0."""
     from accelerate.utils import recursively_apply
 
     mpu = mesh()
@@ -255,7 +252,7 @@ def _gather(plain: Any, tensor: Any) -> Any:
 
 
 def _gather_object(plain: Any, given: Any) -> Any:
-    """The body of ``accelerate.utils.gather_object``: joins the replicas' lists."""
+    """Replace ``accelerate.utils.gather_object``: concatenate the lists of the replicas."""
     mpu = mesh()
     if mpu is None:
         return plain(given)
@@ -267,7 +264,7 @@ def _gather_object(plain: Any, given: Any) -> Any:
 
 
 def _reduce(plain: Any, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The body of ``accelerate.utils.reduce``: adds up over the replicas."""
+    """Replace ``accelerate.utils.reduce``: reduce over the replicas."""
     from accelerate.utils import recursively_apply
 
     mpu = mesh()
@@ -303,7 +300,7 @@ _MEMBERS: dict[str, Callable[..., Any]] = {
 
 
 def install() -> None:
-    """Patch accelerate, which has been imported."""
+    """Patch accelerate after its import."""
     import accelerate.accelerator
     import accelerate.scheduler
     import accelerate.state

@@ -1,8 +1,8 @@
-"""DeepSpeed's engine around a parallelized model: its mesh is given, and its norm covers the full model.
+"""DeepSpeed's engine with a parallelized model: check its mesh, and let its norm cover the full model.
 
-DeepSpeed counts a parameter on every rank or on the first one only, by its marks. Both are wrong for a fused
-``q | k | v`` with fewer KV heads than ranks, where several ranks hold the same KV heads. Without ZeRO torch's
-``clip_grad_norm_`` counts them; with ZeRO clipping is refused.
+DeepSpeed counts a parameter on every rank or only on the first rank, depending on attributes. Both are wrong for a
+fused ``q | k | v`` with fewer KV heads than ranks, where several ranks hold the same KV heads. Without ZeRO torch's
+patched ``clip_grad_norm_`` computes the norm; with ZeRO such clipping raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.integrations.accelerate import alive, inside
 
 
 def install() -> None:
-    """Patch DeepSpeed, which has been imported."""
+    """Patch DeepSpeed after its import."""
     from deepspeed.runtime import engine
 
     patch_member(engine.DeepSpeedEngine, "__init__", _init)
@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def _init(plain: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """The body of ``DeepSpeedEngine.__init__``, which broadcasts the weights to all replicas."""
+    """Replace ``DeepSpeedEngine.__init__``, which broadcasts the weights to all replicas: check its arguments."""
     given = inspect.signature(plain).bind(engine, *args, **kwargs).arguments
     _check_mesh(given["model"], given.get("mpu"))
     plain(engine, *args, **kwargs)
@@ -40,8 +40,8 @@ def _init(plain: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) ->
 def _check_mesh(model: Any, mpu: Any) -> None:
     if isinstance(mpu, MPU) and mpu.cp.size > 1:
         raise ConfigError(
-            f"context_parallel_size={mpu.cp.size}: DeepSpeed averages gradients over mpu.dp.group, which\n"
-            "  leaves out ranks that share their sequences. Use torch's DistributedDataParallel, or cp size 1."
+            f"context_parallel_size={mpu.cp.size}: DeepSpeed averages gradients over mpu.dp.group, without the "
+            "context-parallel ranks\n  Use torch's DistributedDataParallel, or context_parallel_size=1."
         )
     if isinstance(mpu, MPU) and mpu.ep.size > mpu.tp.size:
         raise ConfigError(
@@ -51,22 +51,22 @@ def _check_mesh(model: Any, mpu: Any) -> None:
         )
     if mpu is None and isinstance(model, nn.Module) and inside(model) is not None:
         raise ConfigError(
-            "deepspeed.initialize without mpu= takes all ranks for replicas of the model, and they hold different "
-            "shards of it:\n  deepspeed.initialize(model=model, mpu=model.mpu, ...). accelerate's DeepSpeed plugin "
-            "cannot give it; use deepspeed.initialize,\n  or zero: {stage: 1} in autopar's config."
+            "deepspeed.initialize requires mpu= for a parallelized model, whose ranks hold different shards\n"
+            "  Call deepspeed.initialize(model=model, mpu=model.mpu, ...). accelerate's DeepSpeed plugin cannot pass "
+            "mpu: use\n  deepspeed.initialize, or zero: {stage: 1} in autopar's config."
         )
 
 
 def _check_norm(engine: Any) -> None:
-    """Raise ConfigError if the engine clips by a norm that leaves out shards, or counts KV heads more than once."""
+    """Raise ConfigError if the engine clips by a norm that omits shards or counts KV heads more than once."""
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
     zero, mpu = engine.optimizer, inside(engine.module)
     if isinstance(zero, FP16_UnfusedOptimizer) and zero.clip_grad and mpu is not None and mpu.tp.size > 1:
         raise ConfigError(
-            f"DeepSpeed's {type(zero).__name__} (half precision without ZeRO) takes the norm of gradients without "
-            "asking whose they are,\n  and so counts the shards of the first rank only: gradient_clipping would be "
-            "wrong. Use zero_optimization.stage 1 or 2,\n  or leave gradient_clipping out of DeepSpeed's config."
+            f"gradient_clipping is not supported with DeepSpeed's {type(zero).__name__} (half precision without ZeRO), "
+            "whose norm counts the\n  shards of the first rank only. Use zero_optimization.stage 1 or 2, or remove "
+            "gradient_clipping from DeepSpeed's config."
         )
     if isinstance(zero, torch.optim.Optimizer | None) or not engine.gradient_clipping():
         return
@@ -74,14 +74,14 @@ def _check_norm(engine: Any) -> None:
     name = next((name for one in alive() for name in one.mine(parameters) if _is_partly_counted(one, name)), None)
     if name is not None:
         raise ConfigError(
-            f"DeepSpeed's {type(zero).__name__} would count KV heads of {name} several times, which more ranks hold "
-            "than one:\n  gradient_clipping would be wrong. Use zero: {stage: 1} in autopar's config instead of "
-            "zero_optimization, or leave gradient_clipping out."
+            f"gradient_clipping is not supported with DeepSpeed's {type(zero).__name__}, which counts KV heads of "
+            f"{name} several times\n  Use zero: {{stage: 1}} in autopar's config instead of zero_optimization, or "
+            "remove gradient_clipping."
         )
 
 
 def _is_partly_counted(one: ReplicaNorm, name: str) -> bool:
-    """Return whether only some elements of a parameter lie on several ranks, which no mark describes."""
+    """Return whether several ranks hold some but not all elements of a parameter, which no attribute can describe."""
     layout = one.plan.tensors[one.plan.canonical(name)].layout
     if layout is None or not layout.replicated:
         return False
@@ -90,7 +90,7 @@ def _is_partly_counted(one: ReplicaNorm, name: str) -> bool:
 
 
 def _clip_grad_norm(plain: Any, parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: Any = None) -> Any:
-    """The body of DeepSpeed's ``clip_grad_norm_``, by which its engine clips without ZeRO."""
+    """Replace DeepSpeed's ``clip_grad_norm_``, with which its engine clips without ZeRO."""
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(one.mine(listed) for one in alive()):
         return torch.nn.utils.clip_grad_norm_(listed, max_norm, norm_type)

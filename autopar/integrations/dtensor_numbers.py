@@ -1,15 +1,14 @@
-"""Numbers of DTensors under ZeRO's stages 2 and 3, which user code reads or draws.
+"""Reads, random draws, ``.data`` and ``autograd.grad`` of DTensors with ZeRO stages 2 and 3.
 
-A norm or a sum of a DTensor has a sum over the ranks still pending. torch does it when another operation needs the
-result, but ``.item()`` returns this rank's share: another number on each. Here it returns the full number, for
-parameters that FSDP2 shards for a parallelized model and for results of them; other DTensors are left to torch.
+These patches apply to parameters that FSDP2 shards for a parallelized model, and to results computed from them; other
+DTensors keep torch's behavior.
 
-A tensor that replaces such a parameter by ``.data`` would be lost: a DTensor does not compute with it.
-
-Random numbers for such a parameter are drawn for the full tensor, and a rank keeps its rows: under one seed they equal
-the draws of one process. (On the CPU torch would draw the same numbers for the rows of each rank.)
-
-``torch.autograd.grad`` does not reach such parameters: FSDP2 computes with gathered ones, and frees them.
+* A norm or a sum of a DTensor has a pending sum over ranks. torch completes it when an operation needs the result, but
+  ``.item()`` returns the local part, which differs between ranks. Here it returns the full number.
+* An assignment to ``.data`` would have no effect on the DTensor, so its values are copied.
+* Random numbers are drawn for the full tensor, and each rank keeps its rows. Under one seed they equal the draws of a
+  single process. (On the CPU torch would draw the same numbers for the rows of each rank.)
+* ``torch.autograd.grad`` cannot reach such parameters, because FSDP2 computes with gathered weights and frees them.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from autopar.guards.step import listeners
 from autopar.layout import replica_rows
 
 _ADVICE = (
-    "A norm or a sum of a parameter under zero.stage 2 and 3 is that of all replicas' shards, and takes all of them:\n"
-    "  read it on all (if rank == 0: around the print, not around .item()), or read parameter.to_local(), the shard."
+    "With zero.stage 2 and 3, reading a norm or a sum of a parameter needs all replicas: put `if rank == 0:` around\n"
+    "  the print, not around .item(). Or read the local shard, parameter.to_local()."
 )
 
 
@@ -77,9 +76,9 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
         finally:
             table[func] = ours
-    whole = func(torch.empty(tensor.shape, dtype=local.dtype, device=local.device), *args[1:], **kwargs)
+    full = func(torch.empty(tensor.shape, dtype=local.dtype, device=local.device), *args[1:], **kwargs)
     start, stop = replica_rows(tensor.shape[0], mesh.get_local_rank(last), mesh.size(last))
-    rows = whole[start:stop].clone()
+    rows = full[start:stop].clone()
     if in_place:
         local.copy_(rows)
         return tensor
@@ -88,23 +87,23 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _assign(plain: Any, tensor: DTensor, value: Any) -> None:
-    """Write ``value`` into ``tensor``, which FSDP2 shards, for ``tensor.data = value``."""
+    """Copy ``value`` into ``tensor`` for ``tensor.data = value``, if FSDP2 shards it."""
     if _model_of(tensor)[0] is None or not isinstance(value, torch.Tensor):
         plain(tensor, value)
         return
-    alike = isinstance(value, DTensor) and value.device_mesh == tensor.device_mesh
-    if not alike or value.shape != tensor.shape or value.dtype != tensor.dtype:
+    same_mesh = isinstance(value, DTensor) and value.device_mesh == tensor.device_mesh
+    if not same_mesh or value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise ConfigError(
-            f"parameter.data = {type(value).__name__} of {tuple(value.shape)} in {value.dtype}: with zero.stage 2 and "
-            f"3 it is a DTensor of {tuple(tensor.shape)} in {tensor.dtype},\n  and torch would go on with the old one. "
-            "Write p.data.copy_(distribute_tensor(full, p.device_mesh, p.placements))."
+            f"parameter.data with zero.stage 2 and 3 must be a DTensor of {tuple(tensor.shape)} in {tensor.dtype}, got "
+            f"{type(value).__name__} of {tuple(value.shape)} in {value.dtype}\n"
+            "  Write p.data.copy_(distribute_tensor(full, p.device_mesh, p.placements))."
         )
     with torch.no_grad():
         tensor.data.copy_(value)
 
 
 def _grad(plain: Any, outputs: Any, inputs: Any, *args: Any, **how: Any) -> Any:
-    """The body of ``torch.autograd.grad``: raise for sharded parameters."""
+    """Replace ``torch.autograd.grad``: raise ConfigError for sharded parameters."""
     listed = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
     sharded = [each for each in listed if isinstance(each, DTensor) and _model_of(each)[0] is not None]
     gathered = [id(each) for each in listed] if how.get("create_graph") else []
@@ -118,14 +117,14 @@ def _grad(plain: Any, outputs: Any, inputs: Any, *args: Any, **how: Any) -> Any:
         if not sharded or any(gradient is not None for gradient in found):
             return found
     raise ConfigError(
-        "torch.autograd.grad(loss, parameters) is not supported with zero.stage 2 and 3: torch's FSDP2 computes with "
-        "gathered weights,\n  whose gradients come into parameter.grad, and frees them. Use loss.backward() and "
-        "parameter.grad; for create_graph=True zero.stage 1, or tensor_parallel_size."
+        "torch.autograd.grad(loss, parameters) is not supported with zero.stage 2 and 3, where FSDP2 computes with "
+        "gathered weights\n  Use loss.backward() and parameter.grad; for create_graph=True use zero.stage 1 or "
+        "tensor_parallel_size."
     )
 
 
 def _model_of(tensor: DTensor) -> tuple[FullySharded | None, Any]:
-    """Return the model with parameters on the tensor's mesh, and the axis of its ranks."""
+    """Return the model whose parameters are on the mesh of ``tensor``, and the axis of the mesh; else None, None."""
     for model in listeners(FullySharded):
         axis = model.axis_of(tensor.device_mesh)
         if axis is not None:

@@ -1,9 +1,9 @@
-"""torch's clippers and loss scalers, which see this rank's shards only, made right for a parallelized model.
+"""Patch torch's clippers and loss scalers, so that they cover the full parallelized model instead of local shards.
 
-``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` (accelerate and transformers call
-them) and ``torch.amp.GradScaler`` get plain tensors without their model. So the functions inside these are patched: the
-function objects stay, also in modules that imported them before. The new bodies look up whether a tensor belongs to a
-parallelized model that is alive, and call torch's functions for everything else.
+``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` (used by accelerate and
+transformers) and ``torch.amp.GradScaler`` get plain tensors without their model. Their inner functions are patched, so
+modules that imported them earlier are covered too. A patched function looks up whether a tensor belongs to a
+parallelized model, and calls torch's function in all other cases.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ _Given = list[tuple[ReplicaNorm, dict[str, torch.Tensor]]]
 
 
 def _find(tensors: list[torch.Tensor]) -> tuple[_Given, list[torch.Tensor]]:
-    """Return the tensors of each parallelized model, oldest model first, and the rest.
+    """Return the tensors of each parallelized model, oldest model first, and all other tensors.
 
-    An empty list is the share of a pipeline stage that holds none of the parameters; raise ConfigError if several
-    models have stages.
+    An empty list comes from a pipeline stage without parameters; raise ConfigError if several models have stages.
     """
     given: _Given = [] if tensors else _empty_share()
     rest, find = tensors, ReplicaNorm.mine
-    while True:  # a copy may be given in addition to the parameter, and a second one
+    while True:  # the list may have a parameter and copies of it
         found = [(one, mine) for one in listeners(ReplicaNorm) if (mine := find(one, rest))]
         if not found and find is ReplicaNorm.made:
             return given, rest
@@ -47,8 +46,8 @@ def _empty_share() -> _Given:
     staged = [one for one in listeners(ReplicaNorm) if one.mpu.pp.size > 1 and one.is_alive]
     if len(staged) > 1:
         raise ConfigError(
-            f"this rank's stage holds none of the parameters, and {len(staged)} models have pipeline stages: which of "
-            "them the other stages\n  clip cannot be told. Use autopar.clip_grad_norm_(model, max_norm)."
+            "clipping is ambiguous: this rank's stage holds none of the parameters, and "
+            f"{len(staged)} models have pipeline stages\n  Use autopar.clip_grad_norm_(model, max_norm)."
         )
     return [(one, {}) for one in staged]
 
@@ -62,7 +61,7 @@ def _refuse_layers(parameters: Iterable[torch.Tensor], name: str, instead: str) 
         layer = getattr(parameter, LAYER, None)
         if layer is not None:
             raise ConfigError(
-                f"{name} sees only this rank's shard of a {layer}, so that ranks would drift apart.\n  Use {instead}."
+                f"{name} is not supported with a {layer}, of which it sees only the local shard\n  Use {instead}."
             )
 
 
@@ -100,9 +99,8 @@ def _get_total_norm(
     for one, _ in given:
         if one.mpu.pp.size > 1:
             raise ConfigError(
-                f"torch.nn.utils.get_total_norm sees one of {one.mpu.pp.size} pipeline stages: loops that call it add "
-                "up the stages themselves, and count tied weights twice.\n"
-                "  Use autopar.clip_grad_norm_(model, max_norm), which returns the norm of the whole model."
+                f"torch.nn.utils.get_total_norm is not supported with {one.mpu.pp.size} pipeline stages\n"
+                "  Use autopar.clip_grad_norm_(model, max_norm), which returns the norm of the full model."
             )
     return _norm(given, rest, float(norm_type), error_if_nonfinite)
 
@@ -116,34 +114,33 @@ def _clip_grads_with_norm(
     if not given:
         plain(listed, max_norm, total_norm, foreach)
         return
-    whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-    factor = clip_factor(float(max_norm), torch.as_tensor(whole))
+    full = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+    factor = clip_factor(float(max_norm), torch.as_tensor(full))
     for one, _ in given:
         _check_factor(one, factor)
     scale_gradients(listed, factor)
 
 
 def _check_factor(one: ReplicaNorm, factor: torch.Tensor) -> None:
-    """Raise ConsistencyError on all ranks of the replica unless they scale equally; a collective of it."""
+    """Raise ConsistencyError on all ranks of the replica if their factors differ. A collective of the replica."""
     value = factor.item()
     axis = one.mpu.shards_pp if one.plan.experts else one.mpu.model
     with one.failures.wait("torch.nn.utils.clip_grads_with_norm_", axis.ranks):
         largest, smallest = extremes([of_text(repr(value))], axis.group)
     if largest != smallest:
         raise ConsistencyError(
-            f"clip_grads_with_norm_ was given another norm on each of the ranks {list(axis.ranks)}: this "
-            f"one would scale by {value:g}.\n  They hold one model, and would drift apart. "
-            "torch.nn.utils.get_total_norm of all gradients is the same on every rank;\n"
-            "  autopar.clip_grad_norm_(model, max_norm) does both."
+            f"clip_grads_with_norm_ must get the same norm on the ranks {list(axis.ranks)} of one model; this rank "
+            f"would scale by {value:g}\n  Use torch.nn.utils.get_total_norm of all gradients, which is identical on "
+            "all ranks, or\n  autopar.clip_grad_norm_(model, max_norm)."
         )
 
 
 def _agree(one: ReplicaNorm, found: dict[torch.device, torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
-    """Share an overflow on one rank with all ranks of the replica; a collective of it."""
+    """Share an overflow on one rank with all ranks of the replica. A collective of the replica."""
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)  # FSDP2 over dp x cp
-    beside = [one.mpu.dp_cp] if sharded else [one.mpu.shards] if one.plan.experts else []
+    further = [one.mpu.dp_cp] if sharded else [one.mpu.shards] if one.plan.experts else []
     with one.failures.wait("torch.amp.GradScaler", one.mpu.model.ranks):
-        for axis in (one.mpu.model, *beside):
+        for axis in (one.mpu.model, *further):
             agree_on_found(found, axis, one.mpu.device)
 
 
@@ -164,9 +161,9 @@ def _norm(
 
 
 def _unscale(plain: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of ``GradScaler._unscale_grads_``, which returns device -> 1.0 after an overflow."""
+    """Replace ``GradScaler._unscale_grads_``, which returns device -> 1.0 after an overflow."""
     found = plain(scaler, optimizer, *args, **kwargs)
-    if isinstance(scaler, GradScaler):  # has agreed already
+    if isinstance(scaler, GradScaler):  # autopar's scaler has already agreed
         return found
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     given, rest = _find(parameters)
@@ -185,7 +182,7 @@ _BODIES: dict[str, Callable[..., Any]] = {
 
 
 def install() -> None:
-    """Patch torch's functions: each is a wrapper (``no_grad``) around a function in its closure, which is patched."""
+    """Patch torch's clippers, which are ``no_grad`` wrappers, in their closures, and the scalers."""
     for name, body in _BODIES.items():
         _PLAIN[name] = patch_body(getattr(torch_clip, name), "func", body)
     for scaler in (torch.amp.GradScaler, ShardedGradScaler):

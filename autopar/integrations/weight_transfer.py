@@ -1,8 +1,8 @@
 """Send a model's full weights to a serving engine in other processes: start, updates in buckets, finish.
 
-The ranks gather one tensor after the other (:func:`autopar.hf_weights`), and rank 0 alone talks to the engine. An
-update lists its tensors with dtypes and shapes, followed by their bytes in the same order. All ranks learn the engine's
-answer to each call before they gather the next tensor.
+The ranks gather one tensor after the other (:func:`autopar.hf_weights`), and only rank 0 calls the engine. An update
+lists its tensors with dtypes and shapes, followed by their bytes in the same order. All ranks get the result of each
+call before they gather the next tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.errors import CheckpointError, first_line
 
 
 class TensorInfo(NamedTuple):
-    """A tensor in the list of an update; ``dtype`` is torch's name without the module, such as ``bfloat16``."""
+    """A tensor in the list of an update; ``dtype`` is torch's name without ``torch.``, such as ``bfloat16``."""
 
     name: str
     dtype: str
@@ -36,33 +36,33 @@ class TensorInfo(NamedTuple):
 
 
 class Engine(Protocol):
-    """The engine's side, called on rank 0. Each method returns after the engine's answer, or raises."""
+    """The interface of an engine, called on rank 0. Each method returns after the engine's answer, or raises."""
 
     address: str
-    """The engine's name in errors."""
+    """Name of the engine in error messages."""
 
     def start(self) -> None:
-        """Announce updates: an engine stops, or takes no new requests."""
+        """Announce updates, so that the engine stops or accepts no new requests."""
 
     def update(self, tensors: Sequence[TensorInfo], data: bytearray) -> None:
-        """Load tensors, whose bytes lie one after the other in ``data``."""
+        """Load tensors, whose bytes are concatenated in ``data``."""
 
     def finish(self) -> None:
-        """Continue with the new weights: all updates are sent."""
+        """Continue with the new weights after the last update."""
 
     def abandon(self) -> None:
-        """Expect no more updates after a failure: the weights are part old and part new."""
+        """End the updates after a failure; some weights are old and some are new."""
 
 
 class HttpEngine:
     """An engine that answers HTTP: POST of ``start``, ``update``, ``finish`` and ``abandon`` below an address.
 
     The body of an update is the length of a JSON text in 8 bytes (little-endian), the text (a list of names, dtypes
-    and shapes), and the packed bytes. Every status but 200 is an error; its body is quoted.
+    and shapes), and the packed bytes. Every status except 200 is an error, whose body the message quotes.
 
     Args:
-        address: Base of the URLs, ``http://host:port/path``.
-        timeout: Limit of an answer in seconds.
+        address: Base URL, ``http://host:port/path``.
+        timeout: Time limit per request in seconds.
     """
 
     def __init__(self, address: str, timeout: float = 300.0) -> None:
@@ -89,26 +89,28 @@ class HttpEngine:
 
 
 class WeightTransfer:
-    """Transfers of a model's weights to one engine. Made on every rank, with the same arguments.
+    """Transfers of a model's weights to one engine; created on every rank with the same arguments.
 
     Args:
-        engine: The engine, used on rank 0 alone.
-        bucket_size: Bytes of an update; a larger tensor is sent alone. Rank 0 holds one bucket and one tensor.
+        engine: Engine, used on rank 0 only.
+        bucket_size: Largest size of an update in bytes, or text such as ``"512MB"``; a larger tensor is sent alone.
+            Rank 0 holds one bucket and one tensor.
     """
 
     def __init__(self, engine: Engine, bucket_size: int | str = "512MB") -> None:
         self.engine, self.limit = engine, parse_size(bucket_size)
-        self._sent: dict[str, int] = {}  # name -> digest of the engine's tensor
+        self._sent: dict[str, int] = {}  # name -> digest of the tensor in the engine
 
     def send(self, model: nn.Module, *, only_changed: bool = False, adapters_only: bool = False) -> int:
-        """Send the weights and return the number of tensors. Every rank calls it.
+        """Send the weights, and return the number of sent tensors; every rank must call it.
 
         Args:
-            only_changed: True if tensors are left out that have not changed since this object sent them.
-            adapters_only: True if only the adapters of a ``PeftModel`` are sent, by its parameters' names.
+            only_changed: True to skip tensors that have not changed since this object sent them.
+            adapters_only: True to send only the adapters of a ``PeftModel``, by parameter names.
 
         Raises:
-            CheckpointError: The engine does not answer, or answers an error; on every rank. The next call sends all.
+            CheckpointError: The engine does not answer, or answers with an error; on every rank. The next call sends
+                all tensors.
         """
         mpu: Any = model.mpu
         before, self._sent = self._sent, {}
@@ -144,7 +146,7 @@ class WeightTransfer:
         return count
 
     def _tell(self, mpu: Any, name: str, bucket: _Bucket | None = None) -> None:
-        """Call a method of the engine on rank 0; all ranks learn the result. Empties the bucket."""
+        """Call a method of the engine on rank 0, raise its error on all ranks, and empty the bucket."""
 
         def call() -> None:
             try:
@@ -152,8 +154,8 @@ class WeightTransfer:
             except Exception as error:
                 said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
                 raise CheckpointError(
-                    f"the engine at {self.engine.address} did not take '{name}': {said}\n  Its weights may be part old "
-                    "and part new. Send all of them again, or start it anew."
+                    f"the engine at {self.engine.address} rejected '{name}': {said}\n  Some of its weights may be old "
+                    "and some new. Send all weights again, or restart it."
                 ) from error
 
         rank_zero(mpu, call)
@@ -162,7 +164,7 @@ class WeightTransfer:
 
 
 class _Bucket:
-    """Tensors of one update; every rank counts their bytes, and rank 0 keeps them."""
+    """The tensors of one update; every rank counts their bytes, but only rank 0 keeps them."""
 
     def __init__(self, *, keeps: bool) -> None:
         self.keeps = keeps

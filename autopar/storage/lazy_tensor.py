@@ -59,7 +59,7 @@ class LazyTensor(ABC):
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """Read the elements of ``box`` (all of them by default) into a new contiguous tensor on the CPU."""
-        box = whole_box(self.shape) if box is None else box
+        box = full_box(self.shape) if box is None else box
         out = torch.empty([stop - start for start, stop in box], dtype=self.dtype, device="cpu")
         self.read_into(out, box)
         return out
@@ -70,7 +70,7 @@ class LazyTensor(ABC):
             raise ValueError(f"expected a tensor of the shard's shape {list(self.shape)}, got {list(out.shape)}")
 
 
-def whole_box(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """Return the box of a full tensor."""
     return tuple((0, size) for size in shape)
 
@@ -81,7 +81,7 @@ def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
         rows = max(1, limit // max(1, row))
         size = shape[0] if shape else 1
         for low in range(0, size, rows):
-            yield ((low, min(size, low + rows)), *whole_box(shape[1:])) if shape else ()
+            yield ((low, min(size, low + rows)), *full_box(shape[1:])) if shape else ()
         return
     for at in range(shape[0]):
         for rest in _slabs(shape[1:], itemsize, limit):
@@ -189,7 +189,7 @@ def read_shard(lazy: LazyTensor, layout: Layout | None, rank: int, out: torch.Te
     """Read the shard of ``rank`` by ``layout`` (None: all) into ``out``. Raises ``ValueError`` for a wrong shape."""
     shard = lazy_shard(lazy, layout, rank)
     shard.check_shape(out)
-    shard.read_into(out, whole_box(shard.shape))
+    shard.read_into(out, full_box(shard.shape))
 
 
 def lazy_shard(lazy: LazyTensor, layout: Layout | None, rank: int) -> LazyTensor:
@@ -220,7 +220,7 @@ class View(LazyTensor):
 
     def slabs(self, limit: int) -> Iterator[Box]:
         """Split the tensor; with permuted dims into one box only, because each row of ``base`` has a part of it."""
-        return super().slabs(limit) if self._kept == sorted(self._kept) else iter((whole_box(self.shape),))
+        return super().slabs(limit) if self._kept == sorted(self._kept) else iter((full_box(self.shape),))
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         if out.numel() == 0:

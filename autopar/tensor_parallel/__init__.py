@@ -1,9 +1,7 @@
-"""The tensor-parallel toolbox, under Megatron-LM's names.
+"""The tensor-parallel toolbox for user-defined models, under Megatron-LM's names.
 
-Most of them are of the feature ``megatron``, for a user-defined model.
-
-Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). They have no
-module-level state. :mod:`autopar.api` is built from the same parts. The names are loaded when they are first used.
+The feature ``megatron`` provides most of the names; each is loaded at its first use. Every function takes ``group`` as
+its last argument: a process group, or an MPU (its tp group). No function keeps module-level state.
 """
 
 from typing import Any
@@ -27,7 +25,7 @@ _find, _dir = lazy_names(__name__, _NAMES, _hint)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":  # with the names that features add, which may import this package
+    if name == "__all__":  # lazy, because features that add names may import this package
         return [*_NAMES, *(name for feature in registry.features() for name in feature.toolbox)]
     found = None if name.startswith("_") else registry.entry("toolbox", name)
     return _find(name) if found is None else found

@@ -1,4 +1,4 @@
-"""Tensor parallelism of one model: its layers and parameters, its hooks and methods, and all of that undone."""
+"""Apply tensor parallelism to one model: shard layers and parameters, attach hooks and methods, and undo it all."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from autopar.tensor_parallel import hooks
 from autopar.tensor_parallel.regions import Region
 
 _OWNER = "tensor parallelism"
-_MODELS = itertools.count(1)  # every rank makes the same ones, in the same order
+_MODELS = itertools.count(1)  # identical on all ranks, which create models in the same order
 
 
 def apply(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU, config: ParallelConfig) -> Region:
-    """Swap the layers of ``model`` and shard its parameters, in place; at tp 1 only the head, for ``loss.chunk``."""
+    """Swap the layers of ``model`` and shard its parameters in place; with tp=1 only the head, for ``loss.chunk``."""
     region = Region(mpu.tp)
     region.model = str(next(_MODELS))
     if plan.shards > 1:
@@ -54,7 +54,7 @@ def attach(
     failures: FailureLog,
     steps: StepCheck,
 ) -> None:
-    """Register hooks and methods on the Hugging Face model (or plain module). Collective over tp and cp."""
+    """Register hooks and methods on the Hugging Face model or plain module. A collective of tp and cp."""
     check = None
     if config.consistency_check and mpu.tp_cp.size > 1:
         make = registry.entry("guards", "forward")
@@ -68,14 +68,14 @@ def attach(
         kept = keep_logits_sharded(inner, config.loss_chunk)
         if config.loss_chunk and not kept and dist.get_rank() == 0:
             warnings.warn(
-                f"loss.chunk={config.loss_chunk} changes nothing for {type(inner).__name__}: it has no plain linear "
-                "head whose logits a loss could make some tokens at a time",
+                f"loss.chunk={config.loss_chunk} has no effect on {type(inner).__name__}: its output head must be an "
+                "nn.Linear layer.\n  Remove loss.chunk from the config.",
                 stacklevel=2,
             )
 
 
 def refuse_methods(model: nn.Module, plan: Plan, mpu: MPU) -> None:
-    """Let methods of Hugging Face models raise that a sharded model does not have."""
+    """Replace methods that a sharded Hugging Face model does not support by functions that raise."""
     generates = registry.installed("generate")
     for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
         bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
@@ -85,7 +85,7 @@ def refuse_methods(model: nn.Module, plan: Plan, mpu: MPU) -> None:
 
 
 def generating_methods(module: nn.Module, plan: Plan, mpu: MPU) -> list[str]:
-    """Return the names of a model's methods that ranks must run together: the feature ``generation`` replaces them."""
+    """Return the names of the generation methods that all ranks of ``module`` must run together."""
     names = ["generate"] if mpu.model.size > 1 or plan.experts else []
     names += ["init_continuous_batching", "generate_batch"] if mpu.world_size > 1 else []
     return [name for name in names if callable(getattr(module, name, None))]
@@ -93,8 +93,8 @@ def generating_methods(module: nn.Module, plan: Plan, mpu: MPU) -> list[str]:
 
 def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
     raise ConfigError(
-        f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is sharded already. "
-        "Resize before autopar.initialize, or after autopar.deparallelize(model)."
+        f"resize_token_embeddings is not supported on a parallelized {type(self).__name__}: its vocabulary is "
+        "sharded.\n  Resize before autopar.initialize, or after autopar.deparallelize(model)."
     )
 
 
@@ -103,7 +103,7 @@ def _need_generation(name: str, self: Any, *_: Any, **__: Any) -> None:
 
 
 def chunk_head(model: nn.Module, axis: Axis, region: Region) -> None:
-    """Make the head of a language model at tp 1 the only shard of a column-parallel layer."""
+    """Make the head of a language model a column-parallel layer with a single shard; for ``loss.chunk`` with tp=1."""
     head = _head_of(model)
     if type(head) is nn.Linear:
         from autopar.tensor_parallel import parallelize
@@ -120,7 +120,7 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 
 
 def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
-    """Let the head of a language model leave its logits sharded until they are read; return whether it does."""
+    """Let the head of a language model gather its logits lazily; return whether it can."""
     from autopar.tensor_parallel.layers import ParallelLayer
 
     head = _head_of(model)
@@ -135,18 +135,18 @@ def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
 
 
 def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
-    """Mark experts that replicas share out; the last step, on the parameters that stay."""
-    for module in hooks.callable_alone(inner):  # FSDP has made other parameters, and keeping the old ones costs memory
+    """Mark experts that are distributed over replicas. The last step, because FSDP replaces parameters."""
+    for module in hooks.callable_alone(inner):  # read the new parameters; holding the old ones wastes memory
         for _, _, hook in forward_hooks(module):
             if isinstance(hook, hooks.BeforeForward) and hook.tree is not None:
                 hook.tree.check(module)
     for name, parameter in model.named_parameters():
         if name in plan.experts:
-            parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron-LM's sign: it differs over replicas
+            parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron-LM's mark: differs over replicas
 
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
-    """Give back plain layers with full weights and gradients, without hooks and methods. Collective over tp."""
+    """Restore plain layers with full weights and gradients, and remove hooks and methods. A collective of tp."""
     from autopar.tensor_parallel import parallelize
     from autopar.tensor_parallel.layers import ParallelLayer
 
@@ -165,10 +165,10 @@ _SEED = re.compile(r"_init_(\w*seed)")
 
 
 def draw_seeds_alike(model: nn.Module) -> None:
-    """Let layers draw the seed of each forward from torch's CPU generator; :func:`undo` undoes it.
+    """Let reversible layers draw the seed of each forward from torch's CPU generator; :func:`undo` undoes it.
 
-    Reversible layers compute their activations twice, and seed the generators before. With a seed of each process,
-    ranks would drop other elements of the same activation, and hash it into other buckets.
+    These layers seed the generators before they recompute activations. With a different seed on each rank, ranks would
+    drop different elements of one activation and hash it into different buckets.
     """
     for module in model.modules():
         kind: Any = type(module)
@@ -179,7 +179,7 @@ def draw_seeds_alike(model: nn.Module) -> None:
 
 @functools.cache
 def _renewals(kind: Any) -> tuple[tuple[str, str], ...]:
-    """Methods ``_init_..._seed`` that renew the attribute ``..._seed`` of a module."""
+    """Return the methods ``_init_..._seed``, each with the attribute ``..._seed`` that it renews."""
     found = [(name, match) for name in dir(kind) if (match := _SEED.fullmatch(name)) is not None]
     return tuple((name, str(match[1])) for name, match in found if callable(getattr(kind, name)))
 

@@ -2,16 +2,16 @@
 
 Hooks are objects, so that ``copy.deepcopy`` of the model copies them.
 
-[Note: hooks and torch.compile] Dynamo traces the hooks of a compiled model. A comparison of ranks there would break the
-graph, or run only while the graph is made. So the checks before a forward are one operation, opaque to the compiler,
-which returns copies of the tensors that the forward begins with: everything else in the graph comes after it.
-``torch.compile(model)`` calls the hooks of ``model`` outside of its graph; a function or a model around it has them
-inside. Hooks support both: :func:`no_graph_of_its_own`.
+[Note: hooks and torch.compile] Dynamo traces the hooks of a compiled model. A rank check there would break the graph,
+or run only during tracing. So the checks before a forward are one operation that is opaque to the compiler. It returns
+copies of the forward's input tensors, so the rest of the graph depends on it. ``torch.compile(model)`` calls the hooks
+of ``model`` outside the graph; a compiled function or outer model has them inside. Hooks support both
+(:func:`not_compiled_alone`).
 
-Blocks return attention maps of this rank's heads, and hidden states of this rank's part of the sequence: users get
-both in full. A cache that the parallelized model filled holds this rank's KV heads only: an attribute marks it. A cache
-of the user has all heads: they are sharded as the attention layer's are, inside the graph, so each rank's gradient is
-gathered, and gradients of heads that several ranks hold are summed.
+Blocks return the attention maps of local heads and the hidden states of the local sequence; users get both in full. A
+cache that the parallelized model filled holds local KV heads only, and an attribute marks it. A user's cache has all
+heads. They are sharded like the heads of the attention layer, inside the graph: the gradient of each rank is gathered,
+and gradients of replicated heads are summed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _CHECKS: weakref.WeakValueDictionary[int, BeforeForward] = weakref.WeakValueDict
 _KEYS = itertools.count()
 
 
-def no_graph_of_its_own(function: _Function) -> _Function:
-    """Let a hook be traced inside of a graph, and run as it is outside of any instead of beginning one."""
+def not_compiled_alone(function: _Function) -> _Function:
+    """Let a hook be traced as part of a larger graph, but never start a graph by itself."""
     outside = torch.compiler.disable(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def no_graph_of_its_own(function: _Function) -> _Function:
 def checked_arguments(
     check: BeforeForward, named: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a forward as copies that exist once they have been checked; ``named``: the same ones."""
+    """Check the arguments of a forward, also inside a graph, and return copies; ``named``: the arguments by name."""
     found = list(leaves(named))
     tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
     names = "\n".join(name for name, value in found if isinstance(value, torch.Tensor))
@@ -82,7 +82,7 @@ def checked_arguments(
 
 def _run(tensors: Sequence[torch.Tensor], key: int, names: str, others: str) -> list[torch.Tensor]:
     check = _CHECKS.get(key)
-    if check is not None:  # a graph may outlive its model
+    if check is not None:  # None: the graph outlived its model
         arguments = {**dict(zip(names.split("\n"), tensors, strict=True)), "other arguments": others}
         check.check_forward(check.model, arguments, compiled=True)
     return [tensor.clone() for tensor in tensors]
@@ -111,13 +111,13 @@ _OTHER_HEADS = ("kv_heads", "state_heads", "key_heads", "value_heads")
 
 
 def head_layouts(plan: Plan) -> list[Layout]:
-    """Return the different layouts of attention heads in this model; one element is one head."""
+    """Return the distinct layouts of attention heads in this model; one element is one head."""
     blocks = (block for module in plan.modules.values() if module.layout is not None for block in module.layout.blocks)
     return [layout for layout in _of_heads(blocks, _OTHER_HEADS) if not layout.replicated]
 
 
 def _of_heads(blocks: Iterable[Block], other: Sequence[str]) -> tuple[Layout, ...]:
-    """Return the different layouts of heads, but for ``other`` units; one element is one head."""
+    """Return the distinct layouts of heads, except ``other`` units; one element is one head."""
     found: dict[Any, Layout] = {}
     for block in blocks:
         if "heads" in block.unit and block.unit not in other:
@@ -126,9 +126,9 @@ def _of_heads(blocks: Iterable[Block], other: Sequence[str]) -> tuple[Layout, ..
 
 
 def gather_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
-    """Gather every attention map in ``output``; a collective of the axis if there is any.
+    """Gather every attention map in ``output``. A collective of the axis if there is any.
 
-    The layout of a map follows from its sizes on all ranks, so that every rank chooses the same.
+    The sizes of a map on all ranks determine its layout, so every rank chooses the same one.
     """
     maps: list[torch.Tensor] = []
 
@@ -155,7 +155,7 @@ def _gather_maps(output: Any, maps: list[torch.Tensor], axis: Axis, layouts: lis
 
 
 def _walk(value: Any, change: Any, inside: bool) -> Any:
-    """Return ``value`` with ``change`` applied to each map; ``inside``: below a key that names attention maps."""
+    """Return ``value`` with ``change`` applied to each map; ``inside``: True below a key of attention maps."""
     if isinstance(value, dict):
         for name in list(value):
             entry = value[name]
@@ -177,7 +177,7 @@ Layouts = Mapping[int, tuple[Layout, ...]]
 
 
 def cache_layouts(model: nn.Module) -> Layouts:
-    """Return the layouts of heads in the attentions of ``model``, which is sharded already; KV heads first."""
+    """Return the layouts of heads in each attention layer of a sharded ``model``, KV heads first."""
     found: dict[int, list[Block]] = {}
     for module in model.modules():
         number = vars(module).get("layer_idx")
@@ -189,12 +189,12 @@ def cache_layouts(model: nn.Module) -> Layouts:
 
 
 class ShardCaches:
-    """Forward pre-hook of a Hugging Face model that shards the caches it is given."""
+    """Forward pre-hook of a Hugging Face model that shards the user's caches."""
 
     def __init__(self, mpu: MPU, layouts: Layouts) -> None:
         self.mpu, self.layouts = mpu, layouts
 
-    @no_graph_of_its_own
+    @not_compiled_alone
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Cache):
@@ -209,27 +209,27 @@ class ShardCaches:
             return
         if self.mpu.pp.size > 1:
             raise ConfigError(
-                f"the given cache: this {type(model).__name__} is split into {self.mpu.pp.size} pipeline stages, which "
-                "go on only from a cache that they filled themselves.\n"
-                "  Give the tokens instead of their keys and values, or use pipeline_parallel_size=1."
+                f"a user-defined cache is not supported with pipeline_parallel_size={self.mpu.pp.size} "
+                f"({type(model).__name__}): stages read only caches that they filled.\n"
+                "  Pass the tokens instead of their keys and values, or use pipeline_parallel_size=1."
             )
         sharded: list[tuple[Any, str, Layout]] = [
             (layer, name, layout) for number, layer in filled for name, layout in self._layouts(model, number, layer)
         ]
-        for layer, name, layout in sharded:  # all checks are done
+        for layer, name, layout in sharded:  # after all checks, so that an error leaves the cache unchanged
             setattr(layer, name, scatter(getattr(layer, name), self.mpu.tp, layout, dim=1))
             if "num_heads" in vars(layer):
                 layer.num_heads = layout.local_size(self.mpu.tp.rank)
 
     def _layouts(self, model: nn.Module, number: int, layer: Any) -> list[tuple[str, Layout]]:
-        """The layer's tensors that have all heads, and their layouts."""
+        """Return the tensors of a layer that have all heads, with their layouts."""
         layouts, rank = self.layouts.get(number, ()), self.mpu.tp.rank
         other = [name for name, value in vars(layer).items() if name not in ("keys", "values") and holds_states(value)]
-        place = f"the given cache: layer {number} ({type(layer).__name__})"
+        place = f"layer {number} ({type(layer).__name__}) of the user-defined cache"
         if other:
             raise ConfigError(
-                f"{place} comes with {', '.join(other)}, which autopar cannot shard.\n"
-                f"  {type(model).__name__} goes on from a cache that it filled itself, or from keys and values."
+                f"{place} holds {', '.join(other)}, which autopar cannot shard.\n"
+                f"  Pass a cache that {type(model).__name__} filled, or one with keys and values only."
             )
         if not layouts:
             return []  # replicated attention
@@ -242,14 +242,14 @@ class ShardCaches:
             elif not any(heads == layout.local_size(rank) for layout in layouts):
                 due = " or ".join(f"{layout.size} ({layout.local_size(rank)} on this rank)" for layout in layouts)
                 raise ConfigError(
-                    f"{place} has {name} of {heads} heads; this layer of {type(model).__name__} has {due}.\n"
-                    "  Give keys and values of all heads: [batch, heads, length, head width]."
+                    f"{place} has {name} of {heads} heads; {type(model).__name__} expects {due}.\n"
+                    "  Pass keys and values of all heads: [batch, heads, length, head width]."
                 )
         return found
 
 
-def goes_on(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Check whether a forward is given a cache that the parallelized model has filled, and that was not reset."""
+def reuses_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a forward gets a cache that the parallelized model filled and that was not reset."""
     caches = [list(caches_in(value)) for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     return any(
         all(vars(cache).get(_SHARDED) for cache in leaves) and any(map(holds_tokens, leaves)) for leaves in caches
@@ -259,10 +259,10 @@ def goes_on(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 class MarkCaches:
     """Forward hook of a Hugging Face model that marks the caches it returns as sharded."""
 
-    @no_graph_of_its_own
+    @not_compiled_alone
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         values: Any = output if isinstance(output, tuple) else ()
-        if isinstance(output, Mapping):  # also where the last pipeline stage lacks some of them
+        if isinstance(output, Mapping):  # a stage before the last one may lack some values
             values = dict.values(output) if isinstance(output, dict) else output.values()
         for value in values:
             if isinstance(value, Cache):
@@ -271,7 +271,7 @@ class MarkCaches:
 
 
 class Hook:
-    """Base of the forward hooks that :func:`autopar.tensor_parallel.hooks.detach` takes away."""
+    """Base of the forward hooks that :func:`detach` removes."""
 
 
 _NAMES = ("_autopar_failures", "_autopar_check", "_autopar_region")
@@ -281,12 +281,12 @@ T = TypeVar("T")
 def attach(
     model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: Any, *, sharded: bool
 ) -> None:
-    """Register hooks on ``model`` and its base model (which users call by itself, too).
+    """Register hooks on ``model`` and on the Hugging Face models inside it, which users may call directly.
 
     Args:
         failures: Log in which forwards publish their errors.
-        check: Object that compares over tp and cp when a forward begins; None for no checks.
-        sharded: True if layers use the region, or ranks share a forward; without, a forward needs no hooks.
+        check: Rank check over tp and cp that runs before a forward; None for no checks.
+        sharded: True if layers use the region or ranks share a forward; otherwise a forward needs no hooks.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in callable_alone(model):
@@ -314,7 +314,7 @@ def detach(model: nn.Module) -> None:
 
 
 def callable_alone(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and the Hugging Face models inside."""
+    """Yield the model and the Hugging Face models inside it."""
     yield from (module for module in model.modules() if module is model or isinstance(module, PreTrainedModel))
 
 
@@ -322,7 +322,7 @@ class BeforeForward(Hook):
     """Forward pre-hook: check weights, modules, and consistency over tp and cp, before the outermost model runs.
 
     Attributes:
-        key: Number by which graphs find this object; a copy has its own.
+        key: Number by which compiled graphs find this object; a copy gets a new one.
     """
 
     outermost = together = False
@@ -340,15 +340,15 @@ class BeforeForward(Hook):
         _CHECKS[copied.key] = copied
         return copied
 
-    @no_graph_of_its_own
+    @not_compiled_alone
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
         if self.region.check_thread is not None and not compiling:
             self.region.check_thread()
         silent = self.tree is None if self.check is None else self.check.is_silent
         if self.outermost and not compiling:
-            self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
-        if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
+            self.region.running = 0  # a forward interrupted by Ctrl-C did not reset it
+        if self.region.running == 0 and compiling and not silent:  # silent: decoding may become a CUDA graph
             changed = checked_arguments(self, named_arguments(self.names, args, kwargs), args, kwargs)
         elif self.region.running == 0 and not compiling:
             named = named_arguments(self.names, args, kwargs)
@@ -356,26 +356,27 @@ class BeforeForward(Hook):
                 seen = self._or_report(lambda: [begin(model) for begin in self.region.beginning])
                 if self.check is not None:
                     self.check.begun = seen  # compared before anything gathers
-            self.check_forward(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
+            cached = not silent and self.check is not None and reuses_cache(args, kwargs)
+            self.check_forward(model, named, cached=cached)
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
         return changed
 
     def check_forward(
-        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
+        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, cached: bool = False
     ) -> None:
-        """Check a forward with these arguments, by name. A collective if values are compared."""
+        """Check a forward with these named arguments. A collective if values are compared."""
         if self.together:
             refuse_transforms(lambda: [*model.parameters(), arguments])
         if self._or_report(lambda: self.tree is not None and self.tree.check(model)):
-            self.region.find_dropout(model)  # also in new modules
+            self.region.find_dropout(model)  # in the new modules too
             if self.check is not None:
                 self.check.reset()
         if self.check is not None:
-            self.check.before_forward(model, arguments, compiled=compiled, going_on=going_on)
+            self.check.before_forward(model, arguments, compiled=compiled, cached=cached)
 
     def _or_report(self, step: Callable[[], T]) -> T:
-        """Run a step that this rank alone may refuse; then the other ranks raise as well."""
+        """Run a step; if it raises on this rank alone, let the other ranks raise too."""
         try:
             return step()
         except Exception as error:
@@ -385,12 +386,12 @@ class BeforeForward(Hook):
 
 
 class AfterForward(Hook):
-    """Forward hook, called after an error too: end the region, gather attention maps."""
+    """Forward hook that ends the region and gathers attention maps; also called after an error."""
 
     def __init__(self, mpu: MPU, region: Region, layouts: list[Layout], check: Any) -> None:
         self.mpu, self.region, self.layouts, self.check = mpu, region, layouts, check
 
-    @no_graph_of_its_own
+    @not_compiled_alone
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
         if not self.region.running and not torch.compiler.is_compiling():
@@ -399,7 +400,7 @@ class AfterForward(Hook):
         if output is not None and self.region.sequence is not None:
             output = self.region.sequence.after_forward(model, output)
         if self.region.running or self.mpu.tp_cp.size == 1:
-            return output  # inside another of the model's forwards
+            return output  # inside a forward of an outer model
         check = None if torch.compiler.is_compiling() else self.check
         if check is not None and (output is not None or getattr(sys.exc_info()[1], "completes", False)):
             check.after_forward(model)
@@ -407,6 +408,6 @@ class AfterForward(Hook):
 
 
 def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name (``names``: of all of them), without this rank's cache."""
+    """Return the arguments of a forward by name, without caches; ``names``: the positional names in order."""
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     return {name: value for name, value in named.items() if name not in CACHES}

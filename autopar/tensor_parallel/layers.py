@@ -1,15 +1,15 @@
-"""The parallel layers. A plain module becomes one by a class swap: name, hooks, parameters and identity stay.
+"""The parallel layers. A class swap turns a plain module into one; its name, hooks, parameters and identity stay.
 
-Column-parallel (Shoeybi et al., "Megatron-LM", 2019, section 3): the output features are sharded, ``y_r = x W_r``.
-Row-parallel: the input features are, ``y = sum_r x_r W_r + b``. Vocab-parallel: the rows of an embedding are.
-Weights are plain local ``nn.Parameter`` objects, the same ones as before.
+Column-parallel layers (Shoeybi et al., "Megatron-LM", 2019, section 3) shard the output features: ``y_r = x W_r``.
+Row-parallel layers shard the input features: ``y = sum_r x_r W_r + b``. Vocab-parallel embeddings shard the rows.
+Weights stay the same ``nn.Parameter`` objects and hold the local shard.
 
 Every layer has, in addition to the plain module:
 
-* ``tp``: the axis, ``region``: the :class:`~autopar.tensor_parallel.regions.Region` of the model,
+* ``tp``: the axis; ``region``: the :class:`~autopar.tensor_parallel.regions.Region` of the model,
 * ``autopar``: its :class:`~autopar.plan.plan.ModulePlan`,
-* ``autopar_layouts``: parameter name -> :class:`~autopar.layout.Layout` of the sharded ones (on the module, since
-  attributes of parameters do not survive ``deepcopy``, ``to_empty`` or ``load_state_dict(assign=True)``).
+* ``autopar_layouts``: name of a sharded parameter -> :class:`~autopar.layout.Layout`. It is on the module, since
+  attributes of parameters do not survive ``deepcopy``, ``to_empty`` or ``load_state_dict(assign=True)``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.distributed.collectives import copy, gather, reduce_, scatter, sum_
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.regions import CONV1D, LINEAR, Region, WeightGradient, attach
-from autopar.tensor_parallel.sharded_logits import Head, HeadState, Shards, sharded_logits
+from autopar.tensor_parallel.sharded_logits import Head, HeadState, VocabShard, sharded_logits
 
 
 class ParallelLayer:
@@ -37,27 +37,27 @@ class ParallelLayer:
     region: Region
     autopar: ModulePlan
     autopar_layouts: dict[str, Layout]
-    chunk: int | None = None  # a language model's head: tokens whose logits are made at a time, 0 for all
-    skip_bias_add = False  # a layer that returns output and bias
+    chunk: int | None = None  # of a language model's head: tokens per chunk of logits, 0 for all
+    skip_bias_add = False  # True: the layer returns output and bias
     weight: Any
     bias: Any
     training: bool
-    _parameters: Any  # nn.Module's, read without its search for a name
+    _parameters: Any  # nn.Module's dict; reading it skips the slow attribute lookup
     _multiply: Any  # (x, weight, bias) -> y
 
     def __repr__(self) -> str:
         return nn.Module.__repr__(self)  # type: ignore[arg-type]  # some plain layers define one
 
     def _parameter(self, name: str) -> torch.Tensor:
-        """A parameter for use in forward: where ranks replicate its units, their gradients are summed."""
+        """Return a parameter for use in forward; gradients of units that several ranks hold are summed."""
         parameter: torch.Tensor = getattr(self, name)
         layout = self.autopar_layouts.get(name)
         return sum_replicas(parameter, self.tp, layout) if layout is not None and layout.replicated else parameter
 
     def _plain(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return weight and bias if, without gradients, the layer only multiplies and sums: a token costs many calls.
+        """Return weight and bias if a call without gradients only multiplies and sums: a fast path for decoding.
 
-        None where a dry run follows tensors, dropout draws, the bias is returned, or parameters are parametrized.
+        None during a dry run, with dropout, with ``skip_bias_add``, or if parameters are parametrized.
         """
         own = self._parameters
         if self.skip_bias_add or "bias" not in own or not self.region.only_computes(self.training):
@@ -67,7 +67,7 @@ class ParallelLayer:
 
 
 class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
-    """An embedding with its rows sharded: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0)."""
+    """An embedding with sharded rows: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = look_up(input, self.weight, self.autopar_layouts["weight"], self.tp, self.padding_idx)
@@ -77,15 +77,15 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
 def look_up(
     ids: torch.Tensor, weight: torch.Tensor, layout: Layout, axis: Axis, padding: int | None = None
 ) -> torch.Tensor:
-    """Look up ``ids`` in a table of which ``weight`` is this rank's rows: mask, look up, sum. ``[..., features]``.
+    """Look up ``ids`` in a table of which ``weight`` holds the local rows; return ``[..., features]``.
 
     Raises:
-        IndexError: an id outside the full table, on every rank (on CUDA a device-side assertion, as in torch).
+        IndexError: An id is outside the full table; on every rank. On CUDA a device-side assertion, as in torch.
     """
     (start, stop) = next(iter(layout.ranges(axis.rank)), (0, 0))
     _check_ids(ids, layout.size)
-    elsewhere = weight.stride() == (0, 0)  # one number stands for a table of another stage: the sum is not needed
-    if start == stop:  # no rows here: zeros that are part of the graph
+    elsewhere = weight.stride() == (0, 0)  # a placeholder for a table of another stage: no sum is needed
+    if start == stop:  # no local rows: zeros that are part of the graph
         y: torch.Tensor = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
         return y if elsewhere else reduce_(y, axis)
     local = ids - start
@@ -97,7 +97,7 @@ def look_up(
 
 
 class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
-    """An embedding with its columns sharded: look up, gather. ``[...] -> [..., hidden]``, weight Shard(1)."""
+    """An embedding with sharded columns: look up, gather. ``[...] -> [..., hidden]``, weight Shard(1)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = F.embedding(input, self.weight, self.padding_idx)
@@ -107,23 +107,23 @@ class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
 def _check_ids(ids: torch.Tensor, size: int) -> None:
     if ids.is_meta:
         return
-    if not ids.is_cpu or torch.compiler.is_compiling():  # looking at them would make the host wait
+    if not ids.is_cpu or torch.compiler.is_compiling():  # reading the ids would make the host wait
         assert_soon(((ids >= 0) & (ids < size)).all(), f"index out of range in an embedding of {size} rows")
     elif ids.numel():
         low, high = map(int, torch.aminmax(ids))
         if low < 0 or high >= size:
-            raise IndexError(f"index out of range in an embedding of {size} rows: ids run from {low} to {high}")
+            raise IndexError(f"index out of range in an embedding of {size} rows: got ids from {low} to {high}")
 
 
 class Column(ParallelLayer):
-    """``[..., in] -> [..., out/tp]``, or ``[..., out]`` with ``gather_output``. Weight Shard(out), bias Shard(0)."""
+    """Map ``[..., in] -> [..., out/tp]``, ``[..., out]`` with ``gather_output``; weight Shard(out), bias Shard(0)."""
 
     _weight_gradient: WeightGradient | None = None
 
     def forward(self, x: torch.Tensor) -> Any:
         plan = self.autopar
         if not torch.is_grad_enabled() and not plan.gather_output and (plain := self._plain()) is not None:
-            return self._multiply(x, *plain)  # nothing else is left of what follows
+            return self._multiply(x, *plain)  # the rest of forward would do nothing
         bias = None if self.bias is None else self._parameter("bias")
         if self.chunk is not None:
             nbytes = x.shape[:-1].numel() * self.autopar_layouts["weight"].size * x.itemsize
@@ -151,20 +151,20 @@ class Column(ParallelLayer):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the full logits, gathered lazily."""
+        """Return the full logits as a tensor that is gathered lazily."""
         weight, bias = self.weight, self.bias
         layout, name = self.autopar_layouts["weight"], self.region.name_logits()
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if self.chunk and x.dtype == weight.dtype and not autocast:
             x = x if self.autopar.inside else self.region.enter(x)
             head = Head(weight, bias, HeadState([p for p in (weight, bias) if p is not None]))
-            return sharded_logits(Shards(x, self.tp, layout, x.dtype, name, self.chunk, head))
+            return sharded_logits(VocabShard(x, self.tp, layout, x.dtype, name, self.chunk, head))
         y = self._product(x, weight, bias)  # [..., vocab/tp]
-        return sharded_logits(Shards(y, self.tp, layout, y.dtype, name))
+        return sharded_logits(VocabShard(y, self.tp, layout, y.dtype, name))
 
 
 class Row(ParallelLayer):
-    """``[..., in/tp] -> [..., out]``, or ``[..., in]`` in with ``split_input``. Weight Shard(in), bias Replicate."""
+    """Map ``[..., in/tp] -> [..., out]``, or ``[..., in]`` with ``split_input``; weight Shard(in), bias Replicate."""
 
     def forward(self, x: torch.Tensor) -> Any:
         plan = self.autopar
@@ -201,44 +201,44 @@ def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 class ColumnParallelLinear(Column, nn.Linear):
-    """``nn.Linear`` with its output features sharded."""
+    """``nn.Linear`` with sharded output features."""
 
     _multiply = staticmethod(F.linear)
     _weight_gradient = LINEAR
 
 
 class RowParallelLinear(Row, nn.Linear):
-    """``nn.Linear`` with its input features sharded."""
+    """``nn.Linear`` with sharded input features."""
 
     _multiply = staticmethod(F.linear)
 
 
 class ColumnParallelConv1D(Column, Conv1D):
-    """transformers' ``Conv1D`` with its output features sharded."""
+    """``Conv1D`` of transformers with sharded output features."""
 
     _multiply = staticmethod(_conv1d)
     _weight_gradient = CONV1D
 
 
 class RowParallelConv1D(Row, Conv1D):
-    """transformers' ``Conv1D`` with its input features sharded."""
+    """``Conv1D`` of transformers with sharded input features."""
 
     _multiply = staticmethod(_conv1d)
 
 
 class _Conv:
-    """A convolution of a plain class, as the product of a parallel layer."""
+    """Use the convolution of the plain class as the product of a parallel layer."""
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return convolve(self, x, weight, bias)
 
 
 class ColumnParallelConv(_Conv, Column):
-    """A convolution with its output channels sharded: ``[batch, in, ...] -> [batch, out/tp, ...]``."""
+    """A convolution with sharded output channels: ``[batch, in, ...] -> [batch, out/tp, ...]``."""
 
 
 class RowParallelConv(_Conv, Row):
-    """A convolution with its input channels sharded: ``[batch, in/tp, ...] -> [batch, out, ...]``."""
+    """A convolution with sharded input channels: ``[batch, in/tp, ...] -> [batch, out, ...]``."""
 
     def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
         bias: torch.Tensor = self.bias

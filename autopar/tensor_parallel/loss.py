@@ -1,16 +1,17 @@
 """Cross entropy of logits whose vocabulary is sharded.
 
-Shoeybi et al., "Megatron-LM" (2019), section 3, has the idea; upstream is
-``megatron/core/tensor_parallel/cross_entropy.py``. With ``x`` a token's logits and ``t`` its target,
+The idea is from Shoeybi et al., "Megatron-LM" (2019), section 3, and
+``megatron/core/tensor_parallel/cross_entropy.py``. For the logits ``x`` of a token and its target ``t``,
 
     loss = log(sum_c exp(x_c)) - (1 - eps) x_t - eps/V sum_c x_c
 
-Each term is a sum (or a max) over ranks, so ranks exchange three numbers a token, four with label smoothing, in **one**
-all-gather (Megatron: three all-reduces); no rank has the full logits. Every rank gets bitwise the same loss.
+Each term is a sum or a maximum over ranks. So ranks exchange three numbers per token (four with label smoothing) in one
+all-gather, where Megatron-LM needs three all-reduces. No rank has the full logits; the loss is bitwise identical on all
+ranks.
 
-With ``loss: {chunk: N}`` the head's product and the loss run over N tokens at a time, forward and again backward (Cut
-Cross-Entropy, Wijmans et al. 2024, and Liger Kernel, Hsu et al. 2024, do so on one GPU; here each rank has its shard of
-the vocabulary). The backward pass keeps ``[tokens, hidden]``, not ``[tokens, vocab/tp]``.
+With ``loss: {chunk: N}`` the product of the head and the loss run over N tokens at a time, in the forward and again in
+the backward pass, which keeps ``[tokens, hidden]`` instead of ``[tokens, vocab/tp]``. Cut Cross-Entropy (Wijmans et al.
+2024) and Liger Kernel (Hsu et al. 2024) do so on one GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from autopar.tensor_parallel.sharded_logits import Shards
+    from autopar.tensor_parallel.sharded_logits import VocabShard
 
 
 def reduced(
@@ -39,7 +40,7 @@ def reduced(
     width: int,
     axis: Axis,
 ) -> torch.Tensor:
-    """Check the targets, compute their ``losses`` and reduce them; ``width``: columns that this rank really has."""
+    """Check the targets, and ``width`` against the rank's columns in ``widths``; return the reduced ``losses``."""
     flat = target.reshape(-1).long()  # [tokens]
     ignored = flat == ignore_index
     check_targets(flat, ignored, sum(widths))
@@ -52,15 +53,15 @@ def reduced(
 
 
 def check_options(label_smoothing: float, reduction: str) -> None:
-    """Raise ConfigError for what torch's cross entropy does not take either."""
+    """Raise ConfigError for options that torch's cross entropy does not support either."""
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ConfigError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
+        raise ConfigError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if reduction not in ("none", "mean", "sum"):
-        raise ConfigError(f"reduction must be 'none', 'mean' or 'sum', not {reduction!r}")
+        raise ConfigError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
 
 
 def check_targets(target: torch.Tensor, ignored: torch.Tensor, vocab_size: int) -> None:
-    """Raise before any collective that depends on the targets, and the same on every rank."""
+    """Raise the same error on every rank, before any collective that depends on the targets."""
     fits = ((target >= 0) & (target < vocab_size)) | ignored
     if target.is_meta:
         return
@@ -69,40 +70,40 @@ def check_targets(target: torch.Tensor, ignored: torch.Tensor, vocab_size: int) 
     elif not fits.all():
         outside = target[~fits]
         raise ConfigError(
-            f"target {int(outside[0])} is outside the vocabulary of {vocab_size} ({outside.numel()} such targets); "
-            "targets to leave out must be ignore_index"
+            f"target {int(outside[0])} is outside the vocabulary of {vocab_size} ({outside.numel()} such targets).\n"
+            "  Set targets that the loss should skip to ignore_index."
         )
 
 
 def _check_widths(found: torch.Tensor, widths: list[int]) -> None:
-    """Check the widths that came with the all-gather, so that all ranks know of a wrong one."""
+    """Check the widths that came with the all-gather, so that all ranks raise for a wrong one."""
     if found.is_meta:
         return
     if not found.is_cpu:
-        expected = torch.tensor(widths, dtype=found.dtype).to(found.device, non_blocking=True)  # the host does not wait
+        expected = torch.tensor(widths, dtype=found.dtype).to(found.device, non_blocking=True)
         right = found == expected
-        assert_soon(right.all(), f"the ranks' logits are not {widths} columns wide")
+        assert_soon(right.all(), f"the logits of the ranks must have {widths} columns")
     elif found.tolist() != widths:
         columns = [int(width) for width in found.tolist()]
         raise ConfigError(
-            f"logits have {columns} columns on the ranks, the shares of vocab_size={sum(widths)} are {widths}"
+            f"expected logits with {widths} columns on the ranks for vocab_size={sum(widths)}, got {columns}"
         )
 
 
 class Targets(NamedTuple):
-    """Where this rank finds the tokens' targets; each ``[tokens]``."""
+    """The targets of the tokens on this rank; each tensor is ``[tokens]``."""
 
-    column: torch.Tensor  # 0 where the target is another rank's
-    mine: torch.Tensor
+    column: torch.Tensor  # local column of the target; 0 if another rank has it
+    mine: torch.Tensor  # True if this rank has the target's column
     ignored: torch.Tensor
 
     def of(self, some: slice) -> Targets:
-        """Return the targets of some tokens."""
+        """Return the targets of a slice of the tokens."""
         return Targets(self.column[some], self.mine[some], self.ignored[some])
 
 
 def _stats_of(x: torch.Tensor, targets: Targets, label_smoothing: float) -> torch.Tensor:
-    """Return this rank's part, ``[3 or 4, tokens]``: maximum, sum of exponentials, logit of the target, sum."""
+    """Return local statistics, ``[3 or 4, tokens]``: maximum, sum of exponentials, logit of the target, sum."""
     tokens, width = x.shape  # [tokens, vocab/tp]
     if width:
         top = x.amax(1)  # [tokens]
@@ -110,7 +111,7 @@ def _stats_of(x: torch.Tensor, targets: Targets, label_smoothing: float) -> torc
     else:  # the vocabulary has fewer entries than the group has ranks
         top = x.new_full((tokens,), -torch.inf)
         at_target = x.new_zeros(tokens)
-    # A shard of nothing but -inf (a masked vocabulary) adds 0 to the sum, not exp(-inf + inf).
+    # A shard of -inf only (a masked vocabulary) must add 0 to the sum, not exp(-inf + inf).
     shift = top.masked_fill(top == -torch.inf, 0.0).unsqueeze(1)
     stats = [top, (x - shift).exp_().sum(1), at_target]
     return torch.stack([*stats, x.sum(1)] if label_smoothing else stats)
@@ -119,7 +120,7 @@ def _stats_of(x: torch.Tensor, targets: Targets, label_smoothing: float) -> torc
 def _losses_of(
     stats: torch.Tensor, width: int, label_smoothing: float, widths: list[int], axis: Axis
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's loss, and the logarithm of its sum of exponentials; ``[tokens]``, the same on all ranks."""
+    """Return the loss of each token and its log-sum-exp; both ``[tokens]`` and replicated."""
     kinds, tokens = stats.shape
     sent = torch.cat([stats.view(-1), stats.new_full((1,), width)])  # [kinds * tokens + 1]
     gathered = collectives.gather(sent.unsqueeze(0), axis, axis.one_each, 0)
@@ -129,7 +130,7 @@ def _losses_of(
 
     top = tops.amax(0)  # [tokens]
     log_sum = (sums * (tops - top).exp()).sum(0).log()
-    loss = top - at_targets.sum(0) + log_sum  # this order: exactly 0 where the target is all of the probability
+    loss = top - at_targets.sum(0) + log_sum  # in this order exactly 0 if the target has probability 1
     if label_smoothing:
         smooth = top - rest[0].sum(0) / sum(widths) + log_sum
         loss = (1.0 - label_smoothing) * loss + label_smoothing * smooth
@@ -144,7 +145,7 @@ def _gradient(
     label_smoothing: float,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Return the gradient ``[tokens, vocab/tp]`` of the logits from the losses' gradient, ``[tokens]``."""
+    """Return the gradient of the logits, ``[tokens, vocab/tp]``, from the gradient of the losses, ``[tokens]``."""
     out = (_wide(logits) - log_total.unsqueeze(1)).exp_()  # softmax
     if logits.shape[1]:
         at_target = targets.mine.to(out.dtype).unsqueeze(1) * (label_smoothing - 1.0)
@@ -152,7 +153,7 @@ def _gradient(
     if label_smoothing:
         out -= label_smoothing / vocab_size
     out *= grad.unsqueeze(1)
-    # Not by multiplication with 0: the mean over no token at all has an infinite gradient.
+    # Do not multiply by 0: the mean over zero tokens has an infinite gradient.
     out.masked_fill_(targets.ignored.unsqueeze(1), 0.0)
     return out.to(logits.dtype)
 
@@ -166,10 +167,10 @@ def _differentiable(
     vocab_size: int,
     axis: Axis,
 ) -> torch.Tensor:
-    """Return :func:`_gradient`, differentiable in the logits of all ranks and in ``grad``."""
+    """Compute :func:`_gradient` differentiably in the logits of all ranks and in ``grad``."""
     x = _wide(logits)
     total = collectives.reduce((x - log_total.unsqueeze(1)).exp().sum(1), axis)  # 1 for each token
-    log_sum = collectives.copy(log_total + total.log(), axis)  # of which each rank makes its columns
+    log_sum = collectives.copy(log_total + total.log(), axis)  # each rank computes its columns from it
     out = (x - log_sum.unsqueeze(1)).exp()
     at_target = torch.zeros_like(x)
     if logits.shape[1]:
@@ -186,11 +187,11 @@ def _cross_entropy_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | N
 
 
 def _chunked_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients for all tokens at once: they are kept, to be differentiated again."""
+    """Return the gradients for all tokens at once, since a graph of them is kept for second derivatives."""
     log_total, column, mine, ignored, *saved = ctx.saved_tensors
     ctx.shards.head.seen.went_back = True
     with torch.enable_grad():
-        inputs = [x.view_as(x) for x in saved]  # or a tied weight would get its other gradients here
+        inputs = [x.view_as(x) for x in saved]  # views, so that other uses of a tied weight add no gradients here
         local = ctx.shards.of_inputs(inputs).local()  # [tokens, vocab/tp]
     facts = (log_total, Targets(column, mine, ignored), grad, ctx.smoothing, ctx.vocab_size, ctx.shards.axis)
     wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad[4:], strict=True) if needed]
@@ -200,7 +201,7 @@ def _chunked_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, .
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Losses ``[tokens]``, Replicate, of logits ``[tokens, vocab/tp]``, Shard(1). Keeps no copy of the logits."""
+    """Compute losses ``[tokens]``, Replicate, from logits ``[tokens, vocab/tp]``, Shard(1), without a copy of them."""
 
     @staticmethod
     def forward(
@@ -222,17 +223,17 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Return at least float32; the tensor itself if it is that already."""
+    """Return ``x`` in float32 or float64; the tensor itself if its dtype is one of them."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def sharded_cross_entropy(
-    shards: Shards, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
+    shards: VocabShard, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
 ) -> torch.Tensor:
-    """Compute ``F.cross_entropy`` from this rank's part of logits ``[tokens, vocab]`` or ``[vocab]``.
+    """Compute ``F.cross_entropy`` from the local shard of logits ``[tokens, vocab]`` or ``[vocab]``.
 
     ``target`` is ``[tokens]`` or a scalar. The result is replicated: ``[tokens]`` for ``"none"``, else a scalar;
-    float32, or float64 for float64 logits. With a pending head at most the logits of ``shards.chunk`` tokens exist.
+    float32, or float64 for float64 logits. With a pending head only ``shards.chunk`` tokens have logits at a time.
     """
     axis, layout = shards.axis, shards.layout
     check_options(label_smoothing, reduction)
@@ -253,11 +254,11 @@ def sharded_cross_entropy(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Losses ``[tokens]``, Replicate, of what logits are made of: a chunk of them at a time, forward and backward."""
+    """Compute losses ``[tokens]``, Replicate, from the inputs of the head, one chunk of logits at a time."""
 
     @staticmethod
     def forward(
-        ctx: Any, shards: Shards, targets: Targets, smoothing: float, widths: list[int], *inputs: torch.Tensor
+        ctx: Any, shards: VocabShard, targets: Targets, smoothing: float, widths: list[int], *inputs: torch.Tensor
     ) -> torch.Tensor:
         keep_none(ctx)
         assert shards.head is not None
@@ -279,7 +280,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         log_total, column, mine, ignored, *inputs = ctx.saved_tensors
         shards, targets = ctx.shards, Targets(column, mine, ignored)
         shards.head.seen.went_back = True
-        # Sums over chunks are kept in fp32, as one product over all tokens would.
+        # fp32 sums over chunks, since one product over all tokens accumulates in fp32 too
         sums = [torch.zeros_like(x, dtype=_wide(x[:0]).dtype) if x.requires_grad else None for x in inputs[1:]]
         rows = torch.empty_like(inputs[0]) if ctx.needs_input_grad[4] else None
         for start in range(0, len(inputs[0]), shards.chunk):

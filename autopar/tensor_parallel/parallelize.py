@@ -1,6 +1,6 @@
-"""Apply a plan to a model in place, undo it, and gather or load its full state.
+"""Apply a plan to a model in place, and undo it.
 
-``print(model)`` shows the sizes of sharded layers on this rank and of the full tensors.
+``print(model)`` shows the local and the full sizes of sharded layers.
 """
 
 from __future__ import annotations
@@ -62,10 +62,9 @@ _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features
 
 
 def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis | None = None) -> None:
-    """Shard ``model`` for ``axis.rank``, in place; no communication.
+    """Shard ``model`` for ``axis.rank`` in place, without communication.
 
-    ``param.data`` (and ``param.grad``) become the shard; ``id(param)`` stays, so an earlier optimizer continues to
-    work.
+    ``param.data`` and ``param.grad`` become the shard. ``id(param)`` stays, so an existing optimizer continues to work.
 
     Args:
         shards: The axis over which experts are sharded, if larger than ``axis``; None in a dry run.
@@ -100,7 +99,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis
         resize(module, module_plan, rank)
         bind(module, _OWNER, extra_repr=_extra_repr)
     for experts in (modules[path] for path, module_plan in plan.modules.items() if module_plan.rule == "region"):
-        # Expert by expert where rows of the shards are not multiples of 16 bytes, as the grouped matmul needs.
+        # The grouped matmul needs rows of a multiple of 16 bytes; other shards compute expert by expert.
         sizes = (size * p.element_size() for p in experts.parameters() for size in p.shape[-2:])
         if getattr(getattr(experts, "config", None), EXPERTS, None) == "grouped_mm" and any(n % 16 for n in sizes):
             set_value(view_of_config(experts), EXPERTS, "eager")
@@ -114,7 +113,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis
 
 
 def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
-    """Make a layer the parallel one of its plan, in place; its parameters stay as they are."""
+    """Swap the class of a layer for the parallel class of its plan; its parameters stay unchanged."""
     special = plan.summed or plan.inputs or any(layout.replicated for layout in plan.layouts.values())
     if special or plan.rule not in ("sharded", "one_expert"):
         module.__class__ = parallel_class(type(module), plan, stored_weight(module))
@@ -130,9 +129,9 @@ def swap_back(module: nn.Module) -> None:
 
 
 def resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
-    """Set the sizes among a module's attributes to its weight's (``rank`` None: the full one's).
+    """Set size attributes of a module to the sizes of its local weight, or of its full weight if ``rank`` is None.
 
-    Layers whose output is full, as the head's and the words', keep the full sizes: losses read them.
+    Layers with a full output (the head, the embedding) keep the full sizes, which losses read.
     """
     if plan.rule in ("sharded", "one_expert"):
         _resize_plain(module, plan, rank)
@@ -148,13 +147,13 @@ def _resize_plain(module: nn.Module, plan: ModulePlan, rank: int | None) -> None
     size = weight.size if rank is None else weight.local_size(rank)
     if isinstance(module, Convolution | nn.GroupNorm):  # depthwise filters; groups of channels
         names = ("in_channels", "out_channels", "groups", "num_channels", "num_groups")
-        whole = vars(module).setdefault("_autopar_sizes", {n: vars(module)[n] for n in names if n in vars(module)})
-        of = whole["out_channels"] if "out_channels" in whole else whole["num_channels"]
+        full = vars(module).setdefault("_autopar_sizes", {n: vars(module)[n] for n in names if n in vars(module)})
+        of = full["out_channels"] if "out_channels" in full else full["num_channels"]
         plain = "out_channels" if (weight.dim == 0) is not getattr(module, "transposed", False) else "in_channels"
-        for name, value in whole.items():
-            if whole.get("groups") != 1:
+        for name, value in full.items():
+            if full.get("groups") != 1:
                 setattr(module, name, value * size // of)
-            elif name == plain:  # a plain convolution: all filters read all channels
+            elif name == plain:  # groups=1: all filters read all channels
                 setattr(module, name, size)
         if rank is None:
             del module._autopar_sizes
@@ -167,7 +166,7 @@ def _resize_plain(module: nn.Module, plan: ModulePlan, rank: int | None) -> None
 
 
 def undo(model: nn.Module, plan: Plan) -> None:
-    """Give back the plain model with full weights on every rank: the inverse of :func:`apply`. A collective of tp."""
+    """Restore the plain model with full weights on every rank: the inverse of :func:`apply`. A collective of tp."""
     if plan.shards == 1:
         return
     unbind(model, _OWNER)
@@ -200,13 +199,13 @@ def undo(model: nn.Module, plan: Plan) -> None:
 
 
 def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:
-    """The gradient; zeros where only other ranks have one. A collective of the axis."""
+    """Return the gradient, or zeros if only other ranks have one. A collective of the axis."""
     present = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
     all_reduce(present, op=dist.ReduceOp.MAX, group=axis.group)
     return torch.zeros_like(parameter.data) if present.item() and parameter.grad is None else parameter.grad
 
 
-_LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # the second one of Conv1D, or by columns
+_LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # second: for Conv1D, or an embedding by columns
     "column": (ColumnParallelLinear, ColumnParallelConv1D),
     "row": (RowParallelLinear, RowParallelConv1D),
     "embedding": (VocabParallelEmbedding, HiddenParallelEmbedding),
@@ -214,17 +213,17 @@ _LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # the second on
 
 
 def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeight | None = None) -> type[nn.Module]:
-    """Return the class that a module of class ``plain`` becomes; subclasses keep their own behaviour (``embed_scale``).
+    """Return the parallel class for modules of class ``plain``; subclasses keep their behavior (``embed_scale``).
 
     Raises:
-        PolicyError: the class computes something else than the layer that the rule is for.
+        PolicyError: The class computes something else than the torch layer of the rule.
     """
     if plan.rule in ("column", "row") and (stored is not None or issubclass(plain, Convolution)):
         parallel: Any = ColumnParallelConv if plan.rule == "column" else RowParallelConv
         if stored is not None:
             parallel = stored.layer_class(plan.rule)
         elif plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
-            raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
+            raise PolicyError(f"{plain.__name__} has a custom forward and cannot become {parallel.__name__}")
         return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")  # type: ignore[arg-type]
     if plan.rule in ("column", "row", "embedding"):
         layer = _LAYERS[plan.rule][plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
@@ -238,12 +237,12 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeigh
 
 @functools.cache
 def _layer_class(plain: Any, parallel: Any) -> Any:
-    """Put ``parallel`` before ``plain``, or, where that one calls ``super().forward``, between it and torch's class."""
+    """Put ``parallel`` before ``plain``, or between it and torch's class if ``plain`` calls ``super().forward``."""
     torch_class = parallel.__mro__[parallel.__mro__.index(ParallelLayer) + 1]
     if plain is torch_class:
         return parallel
     if plain.__setattr__ is not nn.Module.__setattr__ or "__call__" in vars(plain):
-        raise PolicyError(f"{plain.__name__} changes how modules work; it cannot become {parallel.__name__}")
+        raise PolicyError(f"{plain.__name__} defines __setattr__ or __call__ and cannot become {parallel.__name__}")
     forward, name = inspect.getattr_static(plain, "forward"), f"{parallel.__name__}Of{plain.__name__}"
     if "super" in getattr(getattr(forward, "__code__", None), "co_names", ("super",)):
         return mixed_class(plain, parallel, name)
@@ -252,21 +251,21 @@ def _layer_class(plain: Any, parallel: Any) -> Any:
 
 
 def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:
-    """Raise unless a subclass with a custom forward (Falcon's ``x @ W.T``) computes the same as torch's class."""
+    """Raise PolicyError unless a custom forward (Falcon's ``x @ W.T``) computes the same as torch's class."""
     with contextlib.suppress(Exception), torch.device("cpu"), kept(), torch.no_grad():
         module = plain(3, 5)
         x = torch.arange(3) if issubclass(plain, nn.Embedding) else torch.randn(2, 3)
         if torch.allclose(module(x), torch_class.forward(module, x), rtol=1e-4, atol=1e-5):
             return
     raise PolicyError(
-        f"{plain.__name__} has a forward of its own that does something else than {torch_class.__name__}'s, "
-        f"or needs more to be made: only {{replicated: UNIT}} fits it"
+        f"{plain.__name__} has a custom forward or constructor that differs from {torch_class.__name__}'s.\n"
+        "  Write {replicated: UNIT} for it."
     )
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that :func:`parallel_class` was given for a module."""
+    """Return the plain class of a parallel module: the inverse of :func:`parallel_class`."""
     for candidate in type(module).__mro__:
         if issubclass(candidate, nn.Module) and not issubclass(candidate, ParallelLayer | RegionModule):
             return candidate
-    raise TypeError(f"{type(module).__name__} is no parallel layer")
+    raise TypeError(f"expected a parallel layer, got {type(module).__name__}")

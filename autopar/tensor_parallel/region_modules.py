@@ -1,21 +1,20 @@
-"""Region modules: no parallel layers, but at the border of a sharded region, or with parameters inside it.
+"""Region modules: plain modules at the border of a sharded region, or with parameters inside it.
 
-A plain module becomes one by a class swap, like the layers. Around its own forward:
+A class swap turns a plain module into one, as for parallel layers. The rule says what happens around its forward:
 
-* ``inputs``: an argument is sharded to this rank's units (ALiBi, a bias per head),
-* ``region``: every floating-point argument enters the region, every output is summed (experts as bare parameters);
-  with ``opens`` only the first, with ``closes`` only the second,
+* ``inputs``: an argument is sharded to the local units (ALiBi, a bias per head),
+* ``region``: every floating-point argument enters the region, and every output is summed (experts as bare parameters);
+  with ``opens`` arguments only enter, with ``closes`` outputs are only summed,
 * ``enter_output``: the output enters the region (the part of a key that all heads use),
-* ``once``: its output, replicated inside a region, counts on the first rank only,
-* ``gathered``: its first argument is gathered, its outputs are sharded again (what works on all heads at once).
+* ``once``: the output is replicated inside a region and counts on the first rank only,
+* ``gathered``: the first argument is gathered, and the outputs are sharded again (a module that needs all heads).
 
-While one of them runs, parameters that work on sharded activations are read with their incoming gradient summed, by any
-reader (a mixer reads the weight of its convolution); otherwise they are the Parameters themselves.
+While such a module runs, its parameters that meet sharded activations have their gradients summed, also when another
+module reads them (a mixer reads the weight of its convolution). At other times they are the Parameters themselves.
 
-Norms over sharded features run their own forward on this rank's features with this rank's weight; where it takes a mean
-over the features (RMSNorm: Zhang and Sennrich 2019; LayerNorm: Ba et al. 2016), the sums of all ranks are added,
-forward and backward. Two floats per token travel, not the features. Order of casts, gates and offsets are the module's
-own.
+Norms over sharded features run their forward on the local features with the local weight. A mean over the features
+(RMSNorm: Zhang and Sennrich 2019; LayerNorm: Ba et al. 2016) becomes a sum over ranks, forward and backward. Ranks
+exchange two floats per token, not the features. Casts, gates and offsets stay in the order of the module.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class RegionModule:
     tp: Axis
     region: Region
     autopar: ModulePlan
-    replicated_ends = False  # whether the input and the output are replicated, whatever is computed in between
+    replicated_ends = False  # True: input and output are replicated, though the forward may shard in between
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan = self.autopar
         if plan.inputs:
             args, kwargs = self._with_inputs(plan.inputs, args, kwargs)
         opens, closes = plan.rule == "region" and not plan.closes, plan.rule == "region" and not plan.opens
-        if opens:  # readers of one tensor get the same copy where a layer closes the region
+        if opens:  # region.enter: readers of one tensor share a copy, since a layer closes the region
             args, kwargs = _map_floats(self.region.enter if plan.opens else self._enter, (args, kwargs))
             self.region.draw_per_rank(self.training)  # type: ignore[attr-defined]
         elif plan.rule == "gathered":
@@ -65,7 +64,7 @@ class RegionModule:
             y = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.region.depth -= 1
-            if closes:  # checkpointing ends a recomputation by an exception from inside
+            if closes:  # in finally, because checkpointing may end a recomputation with an exception
                 self.region.leave()
         if closes:
             return _map_floats(lambda x: self.region.mark_replicated(reduce(x, self.tp)), y)
@@ -89,7 +88,7 @@ class RegionModule:
         return self.autopar.layout.dim
 
     def _features(self, size: int, full: bool) -> Layout:
-        """The layout along a dim of ``size`` (of the full tensor, or of this rank's shard) for units of any width."""
+        """Return the layout along a dim of ``size`` for units of any width; ``full``: the size of the full tensor."""
         layout = self.autopar.layout
         assert layout is not None
         width = size // (layout.size if full else layout.local_size(self.tp.rank))
@@ -98,7 +97,7 @@ class RegionModule:
     def _with_inputs(
         self, inputs: tuple[InputPlan, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, with those tensors sharded that are planned to be."""
+        """Return the arguments, with the tensors in ``inputs`` sharded."""
         names, values, named = argument_names(self), list(args), dict(kwargs)
         for planned in inputs:
             place = names.index(planned.name)
@@ -109,10 +108,10 @@ class RegionModule:
         return tuple(values), named
 
     def _shard_input(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return this rank's units of an argument, as often as they lie in the dim of ``layout``."""
+        """Return the local units of an argument; the dim of ``layout`` may hold the units several times."""
         dim = layout.dim % x.ndim
         if x.shape[dim] % layout.size or x.shape[dim] == 1:
-            return x  # the same for all units
+            return x  # broadcast over the units
         if x.shape[dim] == layout.size:
             return self.region.mark_sharded(scatter(x, self.tp, layout, dim))
         parts = scatter(x.unflatten(dim, (-1, layout.size)), self.tp, layout, dim + 1)
@@ -120,14 +119,14 @@ class RegionModule:
 
 
 def _map_floats(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
-    """Map the floating-point tensors in nested values."""
+    """Apply ``function`` to the floating-point tensors in nested values."""
     return tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, values)
 
 
 def _gradient_property(name: str) -> property:
     def read(self: Any) -> Any:
         if name in self._buffers:
-            return self._buffers[name]  # has no gradient
+            return self._buffers[name]  # no gradient to sum
         parameter = self._parameters[name]
         if not self.region.depth or parameter is None:
             return parameter
@@ -146,14 +145,14 @@ def _gradient_property(name: str) -> property:
 
 @functools.cache
 def region_class(plain: Any, mixin: Any, names: tuple[str, ...]) -> Any:
-    """Return ``plain`` after ``mixin`` (a :class:`RegionModule`); gradients of the parameters ``names`` are summed."""
+    """Return a class of ``mixin`` (a :class:`RegionModule`) and ``plain`` that sums gradients of ``names``."""
     if names:
         mixin = type(mixin.__name__, (mixin,), {name: _gradient_property(name) for name in names})
     return mixed_class(mixin, plain, f"{mixin.__name__}{plain.__name__}")
 
 
 class ShardedNorm(RegionModule):
-    """A norm over sharded features. ``[..., n/tp] -> [..., n/tp]``, weight Shard(0)."""
+    """A norm over sharded features: ``[..., n/tp] -> [..., n/tp]``, weight Shard(0)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with GlobalMeans(self.autopar, self.tp, (*args, *kwargs.values())):
@@ -161,7 +160,7 @@ class ShardedNorm(RegionModule):
 
 
 class GlobalMeans(TorchFunctionMode):
-    """Take means over the last dim over the features of all ranks; ``given``: arguments of the norm."""
+    """Compute means over the last dim from the features of all ranks; ``given``: arguments of the norm."""
 
     def __init__(self, plan: ModulePlan, axis: Axis, given: tuple[Any, ...]) -> None:
         super().__init__()
@@ -182,28 +181,29 @@ class GlobalMeans(TorchFunctionMode):
         if func in (F.rms_norm, torch.rms_norm):
             return self._rms_norm(*args, **kwargs)
         if func in _REDUCTIONS:
-            raise PolicyError(f"a norm over sharded features calls {func.__name__}, which is not known", self.where)
+            raise PolicyError(f"a norm over sharded features must not call {func.__name__}\n{_OTHER_RULES}", self.where)
         return func(*args, **kwargs)
 
     def _mean(self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> torch.Tensor:
         last = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
         if last not in (-1, x.ndim - 1):
-            raise PolicyError(f"a norm over sharded features takes a mean over dim {dim}, not the last", self.where)
+            words = f"a norm over sharded features must take its mean over the last dim, got dim {dim}\n{_OTHER_RULES}"
+            raise PolicyError(words, self.where)
         total = self._total(x.to(kwargs["dtype"]) if kwargs.get("dtype") else x)
         return total if keepdim else total.squeeze(-1)
 
     def _total(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean over the features of all ranks (of each group, if the norm has groups), last dim kept."""
+        """Return the mean over the features of all ranks, or of each group; the last dim is kept."""
         layout, axis = self.layout, self.axis
         if self.groups is not None:
             return self._mean_of_groups(x, self.groups)
         if x.shape[-1] != layout.local_size(axis.rank) or x.ndim > self.dims:
             raise PolicyError(
-                f"a norm over {layout.local_size(axis.rank)} of {layout.size} sharded features takes a mean over "
-                f"{x.shape[-1]}: it has groups, write {{norm_over: ..., within: GROUPS}} or {{sharded: ...}}",
+                f"expected a mean over {layout.local_size(axis.rank)} of {layout.size} sharded features in a norm, got "
+                f"{x.shape[-1]}\n  For a norm of groups write {{norm_over: ..., within: GROUPS}} or {{sharded: ...}}.",
                 self.where,
             )
-        if layout.replicated:  # a lower rank adds shared elements
+        if layout.replicated:  # only the lowest of the ranks that hold an element adds it
             owned = x.new_zeros(x.shape[-1])
             for start, stop in layout.owned_local(axis.rank):
                 owned[start:stop] = 1
@@ -220,7 +220,7 @@ class GlobalMeans(TorchFunctionMode):
         own[start:stop] = 1
         placed = sums * own if stop - start == 1 else sums  # [..., 1, groups]
         if x.ndim == 1 or stop - start != 1:
-            raise PolicyError(f"groups that several ranks hold come one to a rank, not {stop - start}", self.where)
+            raise PolicyError(f"expected one group per rank where ranks share groups, got {stop - start}", self.where)
         gathered = _over_ranks(placed, axis)
         return gathered[..., start:stop] / (self.layout.size // groups.size)
 
@@ -240,10 +240,11 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _over_ranks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum over the ranks, forward and backward: each rank uses the sum for its features."""
+    """Sum over the ranks in the forward and the backward pass, since each rank uses the sum for its features."""
     return copy(reduce(x, axis), axis)
 
 
+_OTHER_RULES = "  Use the rule {replicated: ...} or {sharded: ...}."
 _REDUCTIONS = {
     *(torch.var, torch.Tensor.var, torch.std, torch.Tensor.std, torch.norm, torch.Tensor.norm, F.normalize),
     *(torch.linalg.vector_norm, torch.sum, torch.Tensor.sum, torch.var_mean, torch.amax, torch.Tensor.amax),

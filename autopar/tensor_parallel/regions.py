@@ -1,27 +1,27 @@
 """Sharded regions of a model: one copy per input that enters, and random draws that differ over tp inside.
 
-[Note: regions and random draws] Activations are sharded over tp between a column-parallel layer and the next
-row-parallel one, and replicated elsewhere. Dropout must draw the same on all tp ranks outside of such a region and
-differently inside. Outside, the default generators are used, equal since ``initialize``. A region draws one number from
-the default CPU generator, the same on all ranks, and seeds the default generators with that number and the tp rank; at
-its end their states are restored. So its masks follow from the state at its start alone: recomputation, which restores
-that state, draws the same masks, and the default generators are all that a checkpoint needs. Megatron-LM has a second
-stream in a tracker instead (core/tensor_parallel/random.py). Nothing is drawn or restored unless the model is in
-training mode and some dropout probability is above zero.
+[Note: regions and random draws] A region runs from a column-parallel layer to the next row-parallel layer. Activations
+are sharded over tp inside it and replicated outside. So dropout must draw identical masks on all tp ranks outside a
+region, and different masks inside. Outside, torch's default generators are used; ``initialize`` seeds them identically.
+At its start a region draws one number from the default CPU generator, identical on all ranks, and seeds the generators
+with this number plus the tp rank. At its end it restores their states. The masks therefore depend only on the state at
+the start: recomputation restores that state and draws the same masks, and a checkpoint needs only the default
+generators. Megatron-LM keeps a second stream in a tracker (core/tensor_parallel/random.py). Nothing is drawn or
+restored unless the model is in training mode and has dropout above zero.
 
-[Note: order of the backward pass] The gradient at the entry of a region is all-reduced over the ranks while the weight
-gradient of its first layer is computed. torch's engine runs the youngest ready node. So the
-nodes are made in this order, and run in the reverse one:
+[Note: order of the backward pass] The gradient at the entry of a region is all-reduced while the weight gradient of
+its first layer is computed. The autograd engine runs the newest ready node first. So the nodes are created in this
+order and run in reverse:
 
-    wait          the gradient of x: waits for the sum, made first
+    wait          the gradient of x; waits for the all-reduce
     weight        the gradient of the first layer's weight, [out/tp, in]
-    launch        the gradient of the copy: all layers have added to it, the all-reduce is begun
-    y = x W^T     the first layer, with a weight that autograd does not see: its input gradient
-    attach        hands the gradient of y to the layer and to ``weight``
+    launch        the gradient of the copy, to which all layers have added; starts the all-reduce
+    y = x W^T     the first layer with a detached weight; its input gradient
+    attach        passes the gradient of y to the layer and to ``weight``
 
-A backward with ``create_graph=True`` overlaps nothing: ``wait`` sums. There the gradient of x has to depend on W, and
-the one of W on x, but the layer and ``weight`` have detached ones. ``attach`` adds the difference: 0, with derivatives.
-Megatron-LM has one function for a layer instead, and so one all-reduce for each of q, k and v
+A backward pass with ``create_graph=True`` overlaps nothing, and ``wait`` sums. There the gradient of x must depend on
+W, and the gradient of W on x, but both are detached above. ``attach`` adds the difference: zero, with derivatives.
+Megatron-LM has one function per layer instead, so q, k and v need one all-reduce each
 (core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
 """
 
@@ -50,7 +50,7 @@ _DRAWS = {
     *("bernoulli", "bernoulli_", "rand", "rand_like", "randn", "randn_like"),
 }
 
-_AT_ONCE = 1 << 26  # bytes of logits that are gathered in a forward which does not train
+_AT_ONCE = 1 << 26  # largest logits, in bytes, that a forward without training gathers at once
 _OFFSET = 2718  # Megatron-LM's offset between the replicated and the tensor-parallel seed
 
 
@@ -62,21 +62,21 @@ def _marked(kind: str) -> Callable[..., torch.Tensor]:
 
 
 class Region:
-    """State of the parallel layers of one model while its forward runs. One per model.
+    """The state of the parallel layers of one model during a forward.
 
     Attributes:
         axis: The tp axis.
         sequence: Object that shards sequences between regions, or None. ``begin()`` is called when the outermost model
-            begins a forward, ``after_forward(model, output)`` when a model ends one; it returns the output.
-        rows: Sequence shards of the running computation, or None: ``sum(y)`` sums the output of a region into this
-            rank's shard; ``training`` is the mode of the module around it.
-        entered: Full sequence that entered the region: ``is_whole(x)`` returns whether ``x`` is it, ``enter()`` the
-            input of layers, ``late_weight(weight, gradient)`` the object that a layer attaches to its output.
-        beginning: Functions of the model, called when a forward begins, before ranks compare; each returns values by
-            name that must be identical on all ranks.
-        ending: Functions that are called when the outermost forward has ended.
-        check_thread: Function that is called before a forward, or None; raises ConfigError if the collectives of a
-            forward in another thread would meet this one's.
+            starts a forward; ``after_forward(model, output)`` after the forward of each model, and returns the output.
+        rows: Sequence shards of the running computation, or None. ``sum(y)`` reduces the output of a region to the
+            local sequence; ``training`` is the mode of the module around it.
+        entered: Full sequence that entered the region, or None. ``is_full(x)`` returns whether ``x`` is it, ``enter()``
+            the input of layers, ``late_weight(weight, gradient)`` the object that a layer attaches to its output.
+        beginning: Functions of the model, called when a forward starts, before rank checks; each returns named values
+            that must be identical on all ranks.
+        ending: Functions called after the outermost forward.
+        check_thread: Function called before a forward, or None; raises ConfigError if another thread runs a forward
+            whose collectives would interleave with this one.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -94,9 +94,9 @@ class Region:
         self._version = 0
         self._outside: TorchGenerators | None = None
         self._dropouts: list[tuple[Any, str, Mapping[str, Any]]] = []  # object, name of its probability, its entries
-        self.running = 0  # how many of the model's Hugging Face models are running inside each other
-        self.depth = 0  # how many region modules are running inside each other
-        self.model = ""  # tells models apart, the same on all ranks
+        self.running = 0  # nesting depth of running Hugging Face models
+        self.depth = 0  # nesting depth of running region modules
+        self.model = ""  # number of the model, identical on all ranks
         self.forwards = 0
         self._has_labels, self._logits_made = False, 0  # in the forward that runs
         self.tracking: Any = None  # of a dry run: an ActivationTracking
@@ -112,9 +112,9 @@ class Region:
         return copied
 
     def find_dropout(self, model: nn.Module) -> None:
-        """Find dropout: ``p`` of dropout modules, attributes called ``*drop*``, the config's for attention.
+        """Find dropout: ``p`` of dropout modules, attributes named ``*drop*``, and the config's attention dropout.
 
-        Other dropout fields of a config (a classifier's, a summary's) act through the modules made from them.
+        Other dropout fields of a config (for a classifier or a summary) act through the modules made from them.
         """
         configs: dict[int, Any] = {}
         found: list[tuple[Any, str]] = []
@@ -134,9 +134,9 @@ class Region:
         self._dropouts = [(owner, name, _entries(owner)) for owner, name in found]
 
     def start(self) -> None:
-        """Start a forward: clear what an interrupted one left, see which dropouts are on.
+        """Start a forward: clear the state of an interrupted forward, and find active dropout.
 
-        The state does not depend on the mode: activation checkpointing may recompute after other modes were used.
+        The result does not depend on the mode, which may have changed when activation checkpointing recomputes.
         """
         self.draw_alike()
         self.release()
@@ -150,7 +150,7 @@ class Region:
         self._in_evaluation = any(isinstance(owner, nn.Module) and owner.training for owner in on)
 
     def finish(self) -> None:
-        """End a forward, also one that failed."""
+        """End a forward, including a failed one."""
         self.draw_alike()
         self.release()
         self.running = max(self.running - 1, 0)
@@ -160,26 +160,26 @@ class Region:
         self._source = self._copied = self.entered = None
 
     def expect_logits(self, has_labels: bool) -> None:
-        """Count a forward, which is given labels or is not."""
+        """Count a forward, and note whether it gets labels."""
         self.forwards += 1
         self._has_labels, self._logits_made = has_labels, 0
 
     def keeps_logits_sharded(self, training: bool, nbytes: int) -> bool:
-        """Return whether the head leaves its logits sharded: probably only a loss reads them."""
+        """Return whether the head keeps its logits sharded, because probably only a loss reads them."""
         wanted = (self._has_labels or torch.is_grad_enabled()) and not self.is_evaluated(training, nbytes)
         return wanted and self.tracking is None and not torch.compiler.is_compiling()
 
     def is_evaluated(self, training: bool, nbytes: int) -> bool:
-        """Check whether full logits of ``nbytes`` are gathered in the forward, before they are read.
+        """Return whether the forward gathers full logits of ``nbytes`` bytes before they are read.
 
-        Without gradients user code is likely to read them, maybe on one rank only; so too in evaluation mode (not
-        ``training``) without labels. Larger logits stay sharded: they take memory, and maybe only the loss is read.
+        User code is likely to read logits, maybe on one rank only, without gradients and in evaluation mode without
+        labels. Logits above 64 MiB stay sharded, because they take memory and maybe only the loss is read.
         """
         trains = torch.is_grad_enabled() and (training or self._has_labels)
         return nbytes <= _AT_ONCE and not trains
 
     def name_logits(self) -> str:
-        """Return a name of the logits that the head makes now, identical on all ranks."""
+        """Return the name of the next logits, identical on all ranks."""
         self._logits_made += 1
         again = f", logits {self._logits_made}" if self._logits_made > 1 else ""
         return f"forward {self.forwards} of model {self.model}{again}"
@@ -188,17 +188,17 @@ class Region:
         """Copy ``x`` for a column-parallel layer. Readers of one tensor get the same copy, for one all-reduce.
 
         Args:
-            shared: True if other layers may read ``x`` too; else the last copy is kept for them.
+            shared: True if other layers may read the copy; False makes a new copy and keeps the shared one.
         """
         if self.tracking is not None:
             return self.alias(x)
         if not (x.requires_grad and torch.is_grad_enabled()):
-            return x  # nothing to sum; also inference tensors, which have no version
+            return x  # no gradient to sum; includes inference tensors, which have no version
         if not shared:
             return copy(x, self.axis)
-        if self.entered is not None and self.rows is not None and self.entered.is_whole(x):
+        if self.entered is not None and self.rows is not None and self.entered.is_full(x):
             return self.entered.enter()
-        # In a graph of torch.compile there are no versions: there torch itself refuses a copy of what has changed.
+        # A graph of torch.compile has no versions; there torch itself rejects a copy of a changed tensor.
         version = 0 if torch.compiler.is_compiling() else version_of(x)
         if self._source is not x or self._version != version or self._copied is None:
             self._source, self._version, self._copied = x, version, copy(x, self.axis)
@@ -207,13 +207,13 @@ class Region:
     def enter_first(
         self, x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient
     ) -> tuple[torch.Tensor, Late | None]:
-        """Copy ``x``, ``[..., in]``, for a layer whose weight gradient can be computed while ``x``'s is summed.
+        """Copy ``x``, ``[..., in]``, for a layer whose weight gradient overlaps the all-reduce of ``x``'s gradient.
 
         Returns:
-            The copy, and the object that the layer attaches to its output; None if the layer is not the first reader of
-            ``x``, or nothing would overlap. With rows every layer attaches something.
+            The copy, and the object that the layer attaches to its output. The object is None if the layer is not the
+            first reader of ``x`` or nothing would overlap; in sequence parallelism every layer attaches one.
         """
-        if self.entered is not None and self.entered.is_whole(x) and can_compute_late(x, weight):
+        if self.entered is not None and self.entered.is_full(x) and can_compute_late(x, weight):
             return self.enter(x), self.entered.late_weight(weight, gradient)
         small = x.numel() < _LEAST
         if self.tracking is not None or small or not can_overlap(x, weight, self.axis):
@@ -225,7 +225,7 @@ class Region:
         return entered, late
 
     def leave(self) -> None:
-        """Leave the region: random draws are replicated again. A compiled graph must not keep its activations."""
+        """Leave the region, so that random draws are replicated; release activations in a compiled graph."""
         if self.rows is None:
             self.draw_alike()
         else:
@@ -233,19 +233,19 @@ class Region:
         if torch.compiler.is_compiling():
             self.release()
 
-    # Marks of a tensor for a dry run; outside of one the tensor itself is returned.
-    alias = _marked("alias")  # for use inside of the region: another tensor object
+    # Marks for a dry run. Outside a dry run these return the tensor itself.
+    alias = _marked("alias")  # another tensor object, for use inside the region
     mark_sharded = _marked("mark_sharded")
     mark_replicated = _marked("mark_replicated")
-    mark_rows = _marked("mark_rows")  # of the sequence
-    mark_summed = _marked("mark_summed")  # a parameter whose gradient is summed, and the Parameter itself
+    mark_rows = _marked("mark_rows")  # a sequence shard
+    mark_summed = _marked("mark_summed")  # a parameter with a summed gradient; second argument: the Parameter itself
 
     def draws(self, training: bool) -> bool:
-        """Check whether dropout may follow a layer in this mode (some dropout is on in evaluation, too)."""
+        """Return whether dropout may follow a layer in this mode; some dropout is active in evaluation too."""
         return self.may_draw and (training or self._in_evaluation)
 
     def only_computes(self, training: bool) -> bool:
-        """Check whether entering and leaving the region does nothing without gradients: no draws, no tracking."""
+        """Return whether entering and leaving the region has no effect without gradients: no draws, no tracking."""
         return self.tracking is None and self._outside is None and not (self.may_draw and self.draws(training))
 
     def draw_per_rank(self, training: bool) -> None:
@@ -254,13 +254,13 @@ class Region:
             self._seed()
 
     def draw_alike(self) -> None:
-        """Restore the default generators as they were before :meth:`draw_per_rank`: the same over tp."""
+        """Restore the default generators to their state before :meth:`draw_per_rank`, identical over tp."""
         if self._outside is not None:
             self._restore()
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Draw the same on all tp ranks, inside a region too; afterwards draws continue as before."""
+        """Draw identical values on all tp ranks, even inside a region; afterwards draws continue as before."""
         inside = None if self._outside is None else TorchGenerators.now()
         self.draw_alike()
         try:
@@ -270,7 +270,7 @@ class Region:
                 self._outside = TorchGenerators.now()
                 inside.restore()
 
-    # A generator's state is not for a graph of torch.compile: with dropout it ends here, and another one begins.
+    # torch.compile cannot capture generator states: with dropout the graph breaks here.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _seed(self) -> None:
         seed = int(torch.randint(2**62, ()).item()) + _OFFSET + self.axis.rank
@@ -287,13 +287,13 @@ class Region:
             outside.restore()
 
     def _follow(self) -> None:
-        """Seed by rank again after a stage has begun its stream inside of the region."""
+        """Seed by rank again after a pipeline stage has started its random stream inside the region."""
         followers.remove(self._follow)
         self._seed()
 
 
 def _of_own(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield where a user-defined module keeps probabilities: in a config of any name, or only in its forward."""
+    """Yield where a user-defined module keeps dropout probabilities: a config of any name, or its forward."""
     if type(module).__module__.partition(".")[0] in ("torch", "transformers"):
         return
     for value in vars(module).values():
@@ -303,7 +303,7 @@ def _of_own(module: nn.Module) -> Iterator[tuple[Any, str]]:
             )
     names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
     if any(name in _DRAWS and not hasattr(module, name) for name in names):
-        yield module, "training"  # in training mode it draws
+        yield module, "training"  # its forward draws in training mode
 
 
 def _entries(owner: Any) -> Mapping[str, Any]:
@@ -311,28 +311,28 @@ def _entries(owner: Any) -> Mapping[str, Any]:
 
 
 _LEAST = 1 << 16
-"""Elements of the input, from which on it pays: the nodes cost some 50 us. Alike on all ranks, as shards are not."""
+"""Least number of input elements for an overlap, whose nodes cost about 50 us. Inputs have one size on all ranks."""
 
 
 def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
-    """Return whether the sum of ``x``'s gradient can run next to the gradient of ``weight``."""
+    """Return whether the all-reduce of the gradient of ``x`` can overlap the gradient of ``weight``."""
     return (
         can_compute_late(x, weight)
         and x.requires_grad
         and axis.size > 1
-        and (axis.transport is None or not x.is_cpu)  # in shared memory this process sums itself
+        and (axis.transport is None or not x.is_cpu)  # over shared memory this process computes the sum
         and (not x.is_meta or in_fake_world())
-        and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
+        and not torch.is_anomaly_enabled()  # it would read the gradient before the sum is complete
     )
 
 
 class WeightGradient(NamedTuple):
-    """The weight's gradient as a function of the input, ``[tokens, in]``, and the output's gradient.
+    """The weight gradient of a layer as a function of its input, ``[tokens, in]``, and its output gradient.
 
     Attributes:
-        out_dim: Dim of the weight that holds the output features.
-        of: ``(x, grad) -> gradient``, ``grad`` being ``[tokens, out/tp]``.
-        layer: ``(x, weight) -> [tokens, out/tp]``, of which this is the gradient.
+        out_dim: Dim of the output features in the weight.
+        of: Function ``(x, grad) -> weight gradient``; ``grad`` is ``[tokens, out/tp]``.
+        layer: Function ``(x, weight) -> [tokens, out/tp]`` of the layer.
     """
 
     out_dim: int
@@ -345,13 +345,13 @@ CONV1D = WeightGradient(1, lambda x, grad: x.t() @ grad, lambda x, weight: x @ w
 
 
 class Late(NamedTuple):
-    """A weight's gradient next to its layer.
+    """A weight gradient that is computed outside its layer.
 
     Attributes:
-        gradient: The function.
-        entered: Function of ``x`` that returns the layer's input ``[tokens, in]``, differentiable.
-        tensor: ``[tokens, out/tp]`` without memory, the output of :class:`LateWeight`.
-        weight, x: The layer's, with their graphs.
+        gradient: Gradient function of the layer.
+        entered: Differentiable function of ``x`` that returns the layer's input ``[tokens, in]``.
+        tensor: Output of :class:`LateWeight`, ``[tokens, out/tp]`` without memory.
+        weight, x: Weight and input of the layer, with their graphs.
     """
 
     gradient: WeightGradient
@@ -362,7 +362,7 @@ class Late(NamedTuple):
 
 
 def can_compute_late(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the gradient of ``weight`` can be computed from ``x``, or rows of it, next to the layer."""
+    """Return whether the gradient of ``weight`` can be computed from ``x``, or a sequence shard, outside the layer."""
     return (
         weight.requires_grad
         and torch.is_grad_enabled()
@@ -370,14 +370,14 @@ def can_compute_late(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.dtype == weight.dtype
         and not torch.compiler.is_compiling()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
-        and not is_watched(x)  # the layer's output was kept: it must not be written to
+        and not is_watched(x)  # a dispatch mode may keep the output, which must not be changed in place then
     )
 
 
 def enter_overlapped(
     x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient, axis: Axis
 ) -> tuple[torch.Tensor, Late]:
-    """Copy ``x``, ``[..., in]``, into a region; its gradient is summed next to ``weight``'s."""
+    """Copy ``x``, ``[..., in]``, into a region; the all-reduce of its gradient overlaps the gradient of ``weight``."""
     pending = _Pending()
     waiting = _Wait.apply(x, axis, pending)
     tokens = x.detach().flatten(0, -2)
@@ -387,12 +387,12 @@ def enter_overlapped(
 
 
 def attach(y: torch.Tensor, late: Late) -> torch.Tensor:
-    """Return ``y``, in place: the layer's output, ``[tokens, out/tp]``, no view, computed with a detached weight."""
+    """Attach ``late`` in place to the layer's output ``y``, ``[tokens, out/tp]``, computed with a detached weight."""
     return _Attach.apply(y, late.tensor, late.weight, late.x, late)
 
 
 class _Pending:
-    """The all-reduce between its launch and its end."""
+    """An all-reduce that has started and not finished."""
 
     wait: Callable[[], None] | None = None
 
@@ -421,7 +421,7 @@ class _Launch(_Identity):
     @named_collective("all-reduce: gradient at the entry of a sharded region")
     @any_order(lambda ctx, grad: (grad, None, None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand it to two branches
+        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may pass one tensor to two branches
         ctx.pending.wait = start_all_reduce(grad, ctx.axis)
         return grad, None, None
 
@@ -429,13 +429,13 @@ class _Launch(_Identity):
 def _weight_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the gradient of a weight, differentiable in ``grad``."""
     (x,) = ctx.saved_tensors
-    return ctx.gradient.of(ctx.whole(x), grad), None, None, None, None
+    return ctx.gradient.of(ctx.full(x), grad), None, None, None, None
 
 
 class LateWeight(torch.autograd.Function):
-    """A weight's gradient, computed when the gradient of a layer's output comes: ``[tokens, out/tp]``, without memory.
+    """Compute a weight gradient from the output gradient of a layer; the output ``[tokens, out/tp]`` has no memory.
 
-    It saves ``x``, of which ``whole`` makes the layer's input ``[tokens, in]``.
+    It saves ``x``, from which ``full`` makes the layer's input ``[tokens, in]``.
     """
 
     @staticmethod
@@ -445,10 +445,10 @@ class LateWeight(torch.autograd.Function):
         x: torch.Tensor,
         tokens: int,
         gradient: WeightGradient,
-        whole: Callable[[torch.Tensor], torch.Tensor],
+        full: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         keep_none(ctx)
-        ctx.gradient, ctx.whole = gradient, whole
+        ctx.gradient, ctx.full = gradient, full
         ctx.save_for_backward(x)
         return weight.new_empty(()).expand(tokens, weight.shape[gradient.out_dim])
 
@@ -459,7 +459,7 @@ class LateWeight(torch.autograd.Function):
 
 
 def _owed(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return gradients of the weight and of the input that are 0 and depend on both, as the layer's own would."""
+    """Return zero gradients of weight and input that depend on both, as the gradients of the layer would."""
 
     def of(weight: torch.Tensor, x: torch.Tensor) -> Sequence[torch.Tensor]:
         y = ctx.late.gradient.layer(ctx.late.entered(x), weight)  # [tokens, out/tp]
@@ -468,14 +468,14 @@ def _owed(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if not torch.is_grad_enabled():
         return None, None
     saved = ctx.saved_tensors
-    full = of(*(each.view_as(each) for each in saved))  # a view: not what else a tied weight is read by
+    full = of(*(each.view_as(each) for each in saved))  # views exclude the other uses of a tied weight
     seen = of(*(each.detach().requires_grad_(each.requires_grad) for each in saved))
     owed = [one - other for one, other in zip(full, seen, strict=True)]
     return owed[0], owed[1] if len(owed) > 1 else None
 
 
 class _Attach(torch.autograd.Function):
-    keeps_nothing = True  # for its own backward, which can run again, and for one of its inputs
+    keeps_nothing = True  # so its backward can run in both halves of a split backward
 
     @staticmethod
     def forward(

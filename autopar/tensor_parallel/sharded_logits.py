@@ -1,14 +1,14 @@
-"""Logits of which a rank has a part, gathered lazily: when code reads them.
+"""Logits that are gathered lazily, when code reads them.
 
-A language model's head makes ``[..., vocab/tp]`` on each rank, with context parallelism ``[batch, rows/cp, vocab]``.
-Most training steps only take a cross entropy of it, which is computed from the parts; gathering ``[..., vocab]`` would
-move more bytes than all blocks together. :class:`ShardedLogits` is the full tensor that the model's own code passes on.
-Operations of a loss on the logits (it takes some tokens, flattens, casts, scales, caps, adds a bias), and
-``F.cross_entropy`` itself, are done to the parts; those on tokens even to ``[..., hidden]``, before the head's product.
-Any other operation gathers them and continues with a plain tensor, in the same autograd graph.
-
-A view shares memory with its source, so reading one of a family makes all of them plain, and a change in place of one
-is seen by all. Gathering is a collective, so the ranks of the axis meet first: a rank that reads alone gets an error.
+[Note: sharded logits] The head of a language model computes ``[..., vocab/tp]`` on each rank; with context parallelism
+``[batch, seq/cp, vocab]``. Most training steps only need the cross entropy, which is computed from the shards.
+Gathering ``[..., vocab]`` would move more bytes than all blocks together. So the head returns :class:`ShardedLogits`,
+a tensor with the full shape and no memory. Typical operations of a loss (index, flatten, cast, scale, cap, add a bias)
+and ``F.cross_entropy`` run on the shards; with ``loss.chunk`` indexing and flattening even run on ``[..., hidden]``,
+before the product of the head. Any other operation gathers the logits and continues with a plain tensor in the same
+autograd graph. A view shares memory with its source: reading one of them makes all of them plain, and an in-place
+change of one changes all. Gathering is a collective, so the ranks of the axis synchronize first, and a rank that reads
+alone raises an error.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ from autopar.distributed.collectives import all_gather, copy, scatter
 from autopar.errors import ConsistencyError
 from autopar.layout import Layout
 from autopar.tensor_parallel.loss import sharded_cross_entropy
-from autopar.tensor_tracking import WholeOnRead, without_overrides
+from autopar.tensor_tracking import LazyGatherTensor, without_overrides
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 Gradients = Callable[..., Sequence[torch.Tensor | None]]
 
 
-class LogitsPart(ABC):
-    """This rank's part of full logits. Immutable.
+class LogitsShard(ABC):
+    """The local shard of logits. Immutable. See [Note: sharded logits].
 
     Attributes:
-        axis, layout: The ranks, and the layout of the sharded dim over them.
+        axis: Axis of the ranks.
+        layout: Layout of the sharded dim over ``axis``.
         name: Name of the logits, identical on all ranks.
-        kind, advice: Unit of the layout, and the alternative to reading on one rank, for messages.
-        gets_every_gradient: True if every gradient of the logits comes by its first input.
+        kind: Word for the units of the sharded dim, for messages.
+        advice: Fix for a read on some ranks only, for messages.
+        gets_every_gradient: True if every gradient of the logits flows through the first input.
     """
 
     axis: Axis
@@ -74,15 +76,15 @@ class LogitsPart(ABC):
         return ()
 
     @abstractmethod
-    def detached(self) -> LogitsPart:
-        """Return the same part without gradients."""
+    def detached(self) -> LogitsShard:
+        """Return the same shard without gradients."""
 
     @abstractmethod
     def gradients(self) -> Gradients:
-        """Return a function of the full logits' gradient, and of ``saved``: the gradients of ``inputs``."""
+        """Return the function ``(gradient of the full logits, *saved) -> gradients of inputs``."""
 
     def gradients_again(self) -> Gradients:
-        """Return the same function, differentiable; here one that refuses that."""
+        """Return a differentiable version of :meth:`gradients`; by default one that raises."""
         return refuse_again
 
     @abstractmethod
@@ -90,97 +92,97 @@ class LogitsPart(ABC):
         """Return the full logits. A collective of the axis."""
 
     @abstractmethod
-    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsPart | None:
-        """Return the part after ``full.name(*args, **kwargs)``, or None if that needs the full logits."""
+    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsShard | None:
+        """Return the shard of ``full.name(*args, **kwargs)``, or None if the operation needs the full logits."""
 
     @abstractmethod
     def cross_entropy(
         self, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
     ) -> torch.Tensor | None:
-        """Return ``F.cross_entropy`` of the full logits, or None if that needs them."""
+        """Return ``F.cross_entropy`` computed from the shard, or None if it needs the full logits."""
 
 
-# Results may share memory with their source: repeated on the full logits, if those are ever read.
+# Results may share memory with the source, so these run again on the full logits if they are read.
 _REPEATED = frozenset(("view", "reshape", "contiguous", "__getitem__", "detach"))
 _COMMUTE = frozenset(("mul", "__mul__", "add", "__add__"))
 _OF_GRADIENTS = ("retain_grad", "register_hook", "grad")
 
 
 class _Origin:
-    """The head's output, and everything made of it."""
+    """The output of the head, shared by all logits made from it."""
 
-    lost = False  # a loss was taken from the parts: no gradient of full logits will exist
+    lost = False  # True: a loss was computed from the shards, so the full logits get no gradient
 
 
 class _Family:
-    """Logits and tensors that may share memory with them: reading one makes all of them plain."""
+    """Logits that may share memory: reading one makes all of them plain."""
 
     def __init__(self) -> None:
-        self.members: list[weakref.ref[ShardedLogits]] = []  # in the order in which they were made
-        self.is_whole = False
+        self.members: list[weakref.ref[ShardedLogits]] = []  # in the order of their creation
+        self.is_full = False
 
     def read(self) -> None:
-        """Make plain tensors of all of them. A collective of the axis."""
+        """Turn all members into plain tensors. A collective of the axis."""
         living = [member for ref in self.members if (member := ref()) is not None]
         with torch.inference_mode(False):
             for member in living:
                 member.materialize()
-        self.is_whole = True
+        self.is_full = True
 
 
-class ShardedLogits(WholeOnRead):
-    """The full logits, of which this rank has a part; made by :func:`sharded_logits`.
+class ShardedLogits(LazyGatherTensor):
+    """The full logits, of which this rank holds a shard; created by :func:`sharded_logits`.
 
     Raises:
-        ConsistencyError: on reading, if other ranks of the axis do not read the same within its ``read_timeout``.
+        ConsistencyError: On a read, if another rank of the axis does not read the same within its ``read_timeout``.
     """
 
-    part: LogitsPart
+    part: LogitsShard
     _origin: _Origin
     _family: _Family
-    _source: Callable[[], ShardedLogits | None]  # its source, if they may share memory and that still lives
+    _source: Callable[[], ShardedLogits | None]  # returns the source if it may share memory and still lives
     _step: Change | None
-    _node: Any  # its place in the graph, as it was made
-    _whole: torch.Tensor | None
+    _node: Any  # grad_fn at creation
+    _full: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, part: LogitsPart) -> ShardedLogits:
-        """Make a tensor that has the shape of the full logits and no memory; no graph, no family yet."""
+    def __new__(cls, part: LogitsShard) -> ShardedLogits:
+        """Create a tensor with the shape of the full logits and no memory, without graph and family."""
         made: ShardedLogits = wrapper_subclass(cls, part.shape, dtype=part.dtype, device=part.inputs[0].device)
-        made.part, made._whole = part, None
+        made.part, made._full = part, None
         return made
 
     def held(self) -> str:
-        """Return which columns or rows this rank has."""
+        """Return a description of the local columns or rows."""
         part, axis = self.part, self.part.axis
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in part.layout.ranges(axis.rank)) or "none"
         return f"{axis.name} rank {axis.rank} of {axis.size} has {part.kind} {held}"
 
     def made_of(self) -> list[torch.Tensor]:
-        """Return the full logits if they are there; else the inputs of this rank's part."""
-        return [self.whole()] if self.is_whole else self.part.inputs
+        """Return the full logits if they were read, else the inputs of the local shard."""
+        return [self.full()] if self.is_full else self.part.inputs
 
     @property
-    def is_whole(self) -> bool:
-        """Whether code has read it."""
-        return self._family.is_whole
+    def is_full(self) -> bool:
+        """True if code has read the logits."""
+        return self._family.is_full
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def whole(self) -> torch.Tensor:
-        """Return the logits as a plain tensor, gathered. A collective of the axis the first time."""
-        if self._whole is None:
+    def full(self) -> torch.Tensor:
+        """Return the logits as a plain tensor. The first call is a collective of the axis."""
+        if self._full is None:
             self._family.read()
-        assert self._whole is not None
-        return self._whole
+        assert self._full is not None
+        return self._full
 
     def gathered(self) -> torch.Tensor:
-        """Return a plain tensor at the same place in the graph. A collective that all ranks are known to join."""
+        """Return a plain tensor at the same place in the graph. A collective; call it only when all ranks do."""
         return _Gather.apply(self)
 
     def materialize(self) -> None:
-        """Make the plain tensor of these logits, from their source's or by gathering."""
+        """Create the plain tensor of these logits, from the tensor of their source or by gathering."""
         source = self._source()
-        if self._whole is not None:
+        if self._full is not None:
             return
         if source is not None:
             source.materialize()
@@ -188,17 +190,17 @@ class ShardedLogits(WholeOnRead):
             if source is None:
                 part = self.part
                 meet(part.axis, f"logits {list(part.shape)} of {part.name}", part.axis.read_timeout, part.advice)
-                self._whole = self.gathered()
+                self._full = self.gathered()
             else:
-                assert source._whole is not None and self._step is not None
-                self._whole = self._step(source._whole)
+                assert source._full is not None and self._step is not None
+                self._full = self._step(source._full)
 
     def has_parts(self) -> bool:
-        """Return whether the part still describes the logits; not of the result of a C++ function."""
-        return not self._family.is_whole and self.grad_fn is self._node
+        """Return whether the shard still describes the logits; False for results of C++ functions."""
+        return not self._family.is_full and self.grad_fn is self._node
 
     def after(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation on this rank's part, ``args`` being those after the logits; else None."""
+        """Return the result on the shard, or None if it needs the full logits; ``args`` follow the logits."""
         if name == "cross_entropy":
             return _cross_entropy(self, *args, **kwargs)
         part = self.part.after(name, args, kwargs)
@@ -206,12 +208,12 @@ class ShardedLogits(WholeOnRead):
             return None
         if name in _REPEATED:
             copied = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-            return sharded_logits(part, self, lambda whole: func(whole, *copied[0], **copied[1]))
+            return sharded_logits(part, self, lambda full: func(full, *copied[0], **copied[1]))
         return self if part is self.part and name != "clone" else sharded_logits(part, self)
 
     @classmethod
     def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Apply an operation to the part if possible; raise for gradients that will not exist."""
+        """Apply an operation to the shard if possible; raise for gradients that will not exist."""
         logits = args[0] if args else kwargs.get("input") if name == "cross_entropy" else None
         if name in _COMMUTE and len(args) == 2 and not isinstance(logits, cls):
             logits, args = args[1], (args[1], args[0])
@@ -227,33 +229,33 @@ class ShardedLogits(WholeOnRead):
                 return result
         if name in _OF_GRADIENTS and any(x._origin.lost for x in listed):
             raise RuntimeError(
-                f"{name} of logits: the loss was taken from a part of them on each rank, so the whole ones get no "
-                "gradient.\n  Gather them in every forward: loss: {gather_logits: always}"
+                f"{name} is not supported on sharded logits after the loss: the full logits get no gradient.\n"
+                "  Gather them in every forward: loss: {gather_logits: always}"
             )
         return None
 
     def hook_for_a_library(self, func: Any, hook: Any) -> Any:
-        """Register a hook for torch's own wrappers (FSDP), which query every output when a gradient comes; or None."""
+        """Register a hook of a torch wrapper (FSDP), which hooks every output; return None if that is impossible."""
         if self.part.gets_every_gradient:
             return self.part.inputs[0].register_hook(hook)
         return without_overrides(func, (self, hook), {}) if self._origin.lost else None
 
 
-def sharded_logits(part: LogitsPart, source: ShardedLogits | None = None, step: Change | None = None) -> ShardedLogits:
-    """Return the full logits of which ``part`` is this rank's, with gradients to its inputs.
+def sharded_logits(part: LogitsShard, source: ShardedLogits | None = None, step: Change | None = None) -> ShardedLogits:
+    """Return the full logits with the local shard ``part``; gradients flow to its inputs.
 
     Args:
-        source: Logits that they were made of, if not by the head.
-        step: Function that made them, if they may share memory with ``source``.
+        source: Logits that they were computed from; None for the output of the head.
+        step: Function that computed them from ``source``, if they may share memory.
     """
     if not torch.is_grad_enabled():
         part = part.detached()
     made: ShardedLogits = _Wrap.apply(part, *part.inputs)
     made._origin = _Origin() if source is None else source._origin
-    made._family, made._source, made._step, made._whole = _Family(), lambda: None, step, None
+    made._family, made._source, made._step, made._full = _Family(), lambda: None, step, None
     made._node = without_overrides(lambda: made.grad_fn, (), {})
     if source is not None and step is not None:
-        keeps = source.grad_fn is None or made._node is not None  # one without a graph must not keep another's
+        keeps = source.grad_fn is None or made._node is not None  # detached logits must not keep a graph alive
         made._family, made._source = source._family, (lambda: source) if keeps else weakref.ref(source)
     made._family.members.append(weakref.ref(made))
     return made
@@ -269,7 +271,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """``F.cross_entropy`` with the classes in the last dim, ``[vocab]`` or ``[tokens, vocab]``."""
+    """Compute ``F.cross_entropy`` of ``[vocab]`` or ``[tokens, vocab]``; None if it needs the full logits."""
     by_index = not target.is_floating_point() and target.shape == logits.part.shape[:-1] and target.ndim < 2
     if not by_index or not (weight is size_average is reduce is None):
         return None
@@ -279,10 +281,10 @@ def _cross_entropy(
 
 
 class _Wrap(torch.autograd.Function):
-    """From the inputs of the part to the full logits: their place in the graph."""
+    """Put the full logits into the graph, after the inputs of the shard."""
 
     @staticmethod
-    def forward(ctx: Any, part: LogitsPart, *inputs: torch.Tensor) -> ShardedLogits:
+    def forward(ctx: Any, part: LogitsShard, *inputs: torch.Tensor) -> ShardedLogits:
         keep_none(ctx)
         ctx.gradients, ctx.again = part.gradients(), part.gradients_again()
         ctx.save_for_backward(*part.saved)
@@ -295,7 +297,7 @@ class _Wrap(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """From the full logits to a plain tensor of the same values."""
+    """Gather the full logits into a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, logits: ShardedLogits) -> torch.Tensor:
@@ -309,10 +311,10 @@ class _Gather(torch.autograd.Function):
 
 
 class Head(NamedTuple):
-    """The product that makes logits: ``[..., hidden] -> [..., vocab/tp]``.
+    """The product of the head: ``[..., hidden] -> [..., vocab/tp]``.
 
     Attributes:
-        seen: State at the forward: the weights' versions, and whether a gradient went back.
+        seen: Versions of the weights at the forward, and a flag for the backward pass.
     """
 
     weight: torch.Tensor  # [vocab/tp, hidden]
@@ -323,12 +325,12 @@ class Head(NamedTuple):
         return F.linear(x, self.weight, self.bias)
 
     def check(self) -> None:
-        """Raise ConsistencyError if the product would differ from the forward's."""
+        """Raise ConsistencyError if the product would differ from the product in the forward."""
         state = self.seen
         if state.went_back or any(version_of(x) != version for x, version in state.versions):
             raise ConsistencyError(
-                "logits are read after the backward pass or a step of the optimizer. With loss.chunk they are computed "
-                "when they are read,\n  from weights that are others by then: read them before, or use loss: {chunk: 0}"
+                "logits are read after the backward pass or a step of the optimizer. The weights may have changed.\n"
+                "  With loss.chunk a read computes the logits: read them before, or use loss: {chunk: 0}."
             )
 
 
@@ -339,16 +341,16 @@ class HeadState:
 
 
 @dataclass(frozen=True)
-class Shards(LogitsPart):
-    """This rank's columns of the logits, or the tensors that they are made of.
+class VocabShard(LogitsShard):
+    """The local columns of the logits, or the input of the head that computes them.
 
     Attributes:
-        rows: ``[..., vocab/tp]``, or ``[..., hidden]`` with a ``head``.
+        rows: Local logits ``[..., vocab/tp]``, or hidden states ``[..., hidden]`` with a ``head``.
         layout: Layout of the vocabulary over ``axis``; each rank has one range.
-        dtype: Dtype of the logits; ``rows`` may still be narrower.
-        chunk: Tokens whose logits the loss makes at a time, with a ``head``.
-        head: Product that makes ``[..., vocab/tp]`` of ``rows``; None if they are that.
-        changes: Functions of the product, element by element.
+        dtype: Dtype of the logits; ``rows`` may be narrower.
+        chunk: Number of tokens per chunk of the loss, with a ``head``.
+        head: Pending product ``[..., hidden] -> [..., vocab/tp]``; None if ``rows`` are logits.
+        changes: Element-wise functions to apply after the product.
     """
 
     rows: torch.Tensor
@@ -362,10 +364,9 @@ class Shards(LogitsPart):
 
     kind = "columns"
     advice = (
-        "Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them on all of\n"
-        "  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), logits.cpu(), whatever "
-        "needs\n  the vocabulary; logits + 0 does not), or have them gathered in the forward: under\n"
-        "  torch.no_grad(), or always by loss: {gather_logits: always}. loss: {read_timeout: ...} waits longer."
+        "Reading logits gathers them, so every tensor-parallel rank must read them: put `if rank == 0:` around the\n"
+        "  print, not around the read (logits.argmax(-1), logits.cpu()). Or gather them in the forward: under\n"
+        "  torch.no_grad(), or always with loss: {gather_logits: always}. loss: {read_timeout: ...} waits longer."
     )
 
     @property
@@ -378,19 +379,19 @@ class Shards(LogitsPart):
             return [self.rows]
         return [self.rows, *(x for x in (self.head.weight, self.head.bias) if x is not None)]
 
-    def of_inputs(self, inputs: list[torch.Tensor]) -> Shards:
-        """Return the same shards made of other ``inputs``."""
+    def of_inputs(self, inputs: list[torch.Tensor]) -> VocabShard:
+        """Return the same shard with other ``inputs``."""
         if self.head is None:
             return replace(self, rows=inputs[0])
         return replace(
             self, rows=inputs[0], head=Head(inputs[1], inputs[2] if len(inputs) > 2 else None, self.head.seen)
         )
 
-    def detached(self) -> Shards:
+    def detached(self) -> VocabShard:
         return self.of_inputs([x.detach() for x in self.inputs])
 
     def local(self) -> torch.Tensor:
-        """Return ``[..., vocab/tp]``; without a ``head`` in the dtype of ``rows``."""
+        """Compute the local logits ``[..., vocab/tp]``; without a ``head`` they have the dtype of ``rows``."""
         if self.head is None:
             return self.rows
         local = self.head(self.rows)
@@ -398,15 +399,15 @@ class Shards(LogitsPart):
             local = change(local)
         return local
 
-    def settled(self) -> Shards:
-        """Return shards without a ``head``: the product is made now."""
+    def settled(self) -> VocabShard:
+        """Compute the pending product; return a shard without a ``head``."""
         if self.head is None:
             return self
         self.head.check()
         return replace(self, rows=self.local(), head=None, changes=())
 
-    def change(self, function: Change) -> Shards:
-        """Do something to each element, in the logits' dtype."""
+    def change(self, function: Change) -> VocabShard:
+        """Apply an element-wise function in the dtype of the logits."""
         dtype = self.dtype
         if self.head is None:
             return replace(self, rows=function(self.rows.to(dtype)))
@@ -417,7 +418,7 @@ class Shards(LogitsPart):
         return () if self.head is None else self.inputs
 
     def gradients(self) -> Gradients:
-        """Return a function that cuts the full gradient, and goes back through the head's product if it is pending."""
+        """Return a function that shards the full gradient and backpropagates through a pending product."""
         if self.head is None:
             return partial(_columns_of, self.axis, self.layout, self.rows.dtype)
         return self._gradients_of_inputs
@@ -426,7 +427,7 @@ class Shards(LogitsPart):
 
     def _gradients_of_inputs(self, grad: torch.Tensor, *saved: torch.Tensor) -> Sequence[torch.Tensor | None]:
         again = torch.is_grad_enabled()
-        with torch.enable_grad():  # of views, or a tied weight would get its other gradients here
+        with torch.enable_grad():  # views, so that other uses of a tied weight add no gradients here
             inputs = [x.view_as(x) if again else x.detach().requires_grad_(x.requires_grad) for x in saved]
             local = self.of_inputs(inputs).local()
         (part,) = _columns_of(self.axis, self.layout, local.dtype, grad)
@@ -439,7 +440,7 @@ class Shards(LogitsPart):
             self.head.check()
         return all_gather(self.local(), self.axis, self.layout, -1).to(self.dtype)
 
-    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shards | None:
+    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VocabShard | None:
         operation = _OPERATIONS.get(name)
         return None if operation is None else operation(self, *args, **kwargs)
 
@@ -448,44 +449,44 @@ class Shards(LogitsPart):
     ) -> torch.Tensor:
         loss = sharded_cross_entropy(self, target, ignore_index, label_smoothing, reduction)
         device = self.rows.device.type
-        return loss if device != "meta" and torch.is_autocast_enabled(device) else loss.to(self.dtype)  # as torch's
+        return loss if device != "meta" and torch.is_autocast_enabled(device) else loss.to(self.dtype)  # as in torch
 
 
 def _columns_of(axis: Axis, layout: Layout, dtype: torch.dtype, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
     return [scatter(grad, axis, layout, -1).to(dtype)]
 
 
-def asked_shape(whole: Sequence[int], shape: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape that ``view(*shape, **kwargs)`` gives a tensor of shape ``whole``; None if it is unknown."""
+def viewed_shape(before: Sequence[int], shape: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape of ``view(*shape, **kwargs)`` for a tensor of shape ``before``; None if it is unknown."""
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     if kwargs or not sizes or {*map(type, sizes)} != {int}:
         return None
-    known, total = math.prod([size for size in sizes if size != -1]), math.prod(whole)
+    known, total = math.prod([size for size in sizes if size != -1]), math.prod(before)
     if not known or not total:
         return None
     full = tuple([size if size != -1 else total // known for size in sizes])
     return full if math.prod(full) == total else None
 
 
-def _reshape(shards: Shards, *shape: Any, **kwargs: Any) -> Shards | None:
-    full = asked_shape(shards.shape, shape, kwargs)
+def _reshape(shards: VocabShard, *shape: Any, **kwargs: Any) -> VocabShard | None:
+    full = viewed_shape(shards.shape, shape, kwargs)
     if full is None or full[-1] != shards.layout.size:
         return None
     return replace(shards, rows=shards.rows.reshape(*full[:-1], shards.rows.shape[-1]))
 
 
-def _index(shards: Shards, index: Any) -> Shards | None:
+def _index(shards: VocabShard, index: Any) -> VocabShard | None:
     items = list(index) if isinstance(index, tuple) else [index]
     if not all(item is None or item is ... or isinstance(item, int | slice | torch.Tensor) for item in items):
         return None
     taken = sum(_dims(item) for item in items)
     dims = len(shards.shape)
-    if taken >= dims:  # the vocabulary is indexed: only by a full slice
+    if taken >= dims:  # an index of the vocabulary must be a full slice
         last = items[-1]
         if taken > dims or not (isinstance(last, slice) and last == slice(None)):
             return None
     elif any(item is ... for item in items[:-1]) and not (isinstance(items[-1], slice) and items[-1] == slice(None)):
-        return None  # what follows an ellipsis ends at the vocabulary
+        return None  # items after an ellipsis reach the vocabulary
     return replace(shards, rows=shards.rows[index])
 
 
@@ -495,7 +496,7 @@ def _dims(item: Any) -> int:
     return item.ndim if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
-def _to(shards: Shards, *args: Any, **kwargs: Any) -> Shards | None:
+def _to(shards: VocabShard, *args: Any, **kwargs: Any) -> VocabShard | None:
     wanted = [*args, *kwargs.values()]
     if set(kwargs) - {"dtype", "device"} or not wanted:
         return None
@@ -508,22 +509,22 @@ def _to(shards: Shards, *args: Any, **kwargs: Any) -> Shards | None:
     return _cast(shards, dtype)
 
 
-def _cast(shards: Shards, dtype: torch.dtype) -> Shards | None:
+def _cast(shards: VocabShard, dtype: torch.dtype) -> VocabShard | None:
     if not dtype.is_floating_point:
         return None
     if dtype == shards.dtype:
         return shards
-    if torch.promote_types(dtype, shards.dtype) != dtype:  # narrower: that rounds
+    if torch.promote_types(dtype, shards.dtype) != dtype:  # a narrower dtype rounds
         shards = shards.change(lambda x: x.to(dtype))
     return replace(shards, dtype=dtype)
 
 
-def _unary(function: Change) -> Callable[..., Shards | None]:
+def _unary(function: Change) -> Callable[..., VocabShard | None]:
     return lambda shards, *args, **kwargs: None if args or kwargs else shards.change(function)
 
 
-def _binary(function: Callable[[Any, Any], torch.Tensor]) -> Callable[..., Shards | None]:
-    def operate(shards: Shards, *args: Any, **kwargs: Any) -> Shards | None:
+def _binary(function: Callable[[Any, Any], torch.Tensor]) -> Callable[..., VocabShard | None]:
+    def operate(shards: VocabShard, *args: Any, **kwargs: Any) -> VocabShard | None:
         if len(args) != 1 or kwargs:
             return None
         other = args[0]
@@ -532,7 +533,7 @@ def _binary(function: Callable[[Any, Any], torch.Tensor]) -> Callable[..., Shard
                 return None
         else:
             if other.requires_grad or (other.ndim > 1 and other.numel() > 1):
-                shards = shards.settled()  # it gets a gradient, or differs by token
+                shards = shards.settled()  # ``other`` needs a gradient or differs by token
             fitting = _operand(shards, other)
             if fitting is None:
                 return None
@@ -542,8 +543,8 @@ def _binary(function: Callable[[Any, Any], torch.Tensor]) -> Callable[..., Shard
     return operate
 
 
-def _operand(shards: Shards, other: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of a tensor that meets logits element by element; gradients are summed over the axis."""
+def _operand(shards: VocabShard, other: torch.Tensor) -> torch.Tensor | None:
+    """Return the local shard of ``other``, with summed gradients; None if the logits would change shape or dtype."""
     logits = torch.empty(shards.shape, dtype=shards.dtype, device="meta")
     try:
         same_shape = torch.broadcast_shapes(other.shape, shards.shape) == shards.shape
@@ -557,10 +558,10 @@ def _operand(shards: Shards, other: torch.Tensor) -> torch.Tensor | None:
         other = scatter(other, shards.axis, shards.layout, -1)
     else:
         other = copy(other, shards.axis)
-    return other if shards.head is None else other.clone()  # it may change before it is used
+    return other if shards.head is None else other.clone()  # the caller may change it before it is used
 
 
-_OPERATIONS: dict[str, Callable[..., Shards | None]] = {
+_OPERATIONS: dict[str, Callable[..., VocabShard | None]] = {
     "view": _reshape,
     "reshape": _reshape,
     "__getitem__": _index,
@@ -569,7 +570,7 @@ _OPERATIONS: dict[str, Callable[..., Shards | None]] = {
     "double": lambda shards: _cast(shards, torch.float64),
     "half": lambda shards: _cast(shards, torch.float16),
     "bfloat16": lambda shards: _cast(shards, torch.bfloat16),
-    "detach": Shards.detached,
+    "detach": VocabShard.detached,
     **dict.fromkeys(("contiguous", "clone"), lambda shards: shards),
     "tanh": _unary(torch.tanh),
     **dict.fromkeys(("neg", "__neg__"), _unary(operator.neg)),
@@ -579,4 +580,4 @@ _OPERATIONS: dict[str, Callable[..., Shards | None]] = {
     **dict.fromkeys(("sub", "__sub__"), _binary(operator.sub)),
 }
 BY_ELEMENT = frozenset(_OPERATIONS) - {"view", "reshape", "__getitem__"}
-"""Operations that work on each element by itself."""
+"""Names of element-wise operations."""

@@ -14,7 +14,7 @@ from autopar.checkpoint import ShardedDict
 from autopar.checkpoint.offline import reshard_checkpoint
 from autopar.checkpoint.shards import check_checkpoint
 from autopar.errors import CheckpointError
-from autopar.features.user_code.reads import Part
+from autopar.features.user_code.reads import ShardedTensor
 from tests.checkpoint.hybrid import OF_FOUR, OF_TWO, Mesh
 from tests.checkpoint.refusals import refusals
 from tests.checkpoint.tiny import rewrite_manifest
@@ -36,7 +36,7 @@ def averages(model: Any) -> dict[str, Any]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    assert isinstance(tensor, DTensor) or type(tensor) in (torch.Tensor, Part)
+    assert isinstance(tensor, DTensor) or type(tensor) in (torch.Tensor, ShardedTensor)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -151,7 +151,7 @@ def test_context_ranks_that_nobody_averages_are_found() -> None:
         optimizer.step()
         optimizer.zero_grad()
     model(**batch).loss.backward()  # each rank has its part
-    text = "the gradients of the 2 ranks with the same weights (dp x cp) differ: nothing has averaged them"
+    text = "the gradients of the 2 ranks with the same weights (dp x cp) differ: they were not averaged"
     with raises_everywhere(ConsistencyError, text, "model.mpu.dp_cp.group"):
         optimizer.step()
 

@@ -62,7 +62,7 @@ def test_a_forward_of_one_rank_alone(transport: str) -> None:
     hurry(model)
     if rank == 0:
         start = time.monotonic()
-        with _quick(), pytest.raises(PipelineError, match=r"comparing what the forward begins with failed: one of"):
+        with _quick(), pytest.raises(PipelineError, match=r"comparing the inputs of the forward failed: one of"):
             model(ids)
         assert time.monotonic() - start < TIMEOUT + 4
         say("waited")

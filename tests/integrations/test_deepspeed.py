@@ -104,7 +104,7 @@ def refuse(deepspeed: Any) -> None:
         ({"zero_optimization": {"stage": 3}}, "must keep the shape of its shard"),
         (
             {"mpu": None},
-            r"without mpu= takes all ranks for replicas(.|\n)*deepspeed\.initialize\(model=model, mpu=model",
+            r"deepspeed.initialize requires mpu= for(.|\n)*deepspeed\.initialize\(model=model, mpu=model",
         ),
     ):
         build = fused if "several times" in error else grouped

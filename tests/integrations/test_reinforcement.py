@@ -136,7 +136,7 @@ def on_two_ranks_of_a_replica(folder):
         one, other = everyones(history(trainer))
         assert one == other
         for kind in ("args", "torch"):
-            words = "ParallelGRPOTrainer's batch has other advantages on the ranks of a replica"
+            words = "ParallelGRPOTrainer's batch has different advantages on the ranks of a replica"
             with raises_everywhere(ConsistencyError, words):
                 trainer_of("GRPO", folder, config(2), plain=of_ranks(kind)).train()
         refused(folder)
@@ -152,13 +152,13 @@ def refused(folder):
     tp, cp, pp = (f"{name}_parallel_size" for name in ("tensor", "context", "pipeline"))
     fully = config(2, zero={"stage": 3})
     for words, parallel, changes in (
-        ("args.use_vllm would send vLLM this rank's shards", config(2), {"use_vllm": True}),
-        ("ParallelGRPOTrainer.compute_loss with pipeline_parallel_size=2", {"model_parallelism": {tp: 1, pp: 2}}, {}),
-        ("context_parallel_size with a trainer of TRL", {"model_parallelism": {tp: 1, cp: 2}}, {}),
-        ("sequence_parallel with a trainer", {"model_parallelism": {tp: 2, "sequence_parallel": True}}, {}),
-        ("args.sync_ref_model with zero: {stage: 3}", fully, {"beta": 0.1, "sync_ref_model": True}),
+        ("args.use_vllm is not supported, since vLLM would get local shards", config(2), {"use_vllm": True}),
+        ("ParallelGRPOTrainer.compute_loss is not supported with", {"model_parallelism": {tp: 1, pp: 2}}, {}),
+        ("context_parallel_size is not supported with a trainer of TRL", {"model_parallelism": {tp: 1, cp: 2}}, {}),
+        ("sequence_parallel is not supported with", {"model_parallelism": {tp: 2, "sequence_parallel": True}}, {}),
+        ("args.sync_ref_model is not supported with zero: {stage: 3}", fully, {"beta": 0.1, "sync_ref_model": True}),
         (
-            "per_device_train_batch_size=1 x 1 replicas = 1 samples, and 2 completions of each prompt do not divide",
+            "per_device_train_batch_size=1 x 1 replicas = 1 samples must be divisible by the 2 completions of each",
             config(2),
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
         ),
@@ -203,10 +203,10 @@ def test_numbers_of_samples_count_replicas():
     args = arguments(generation_batch_size=8)  # of one process, as GOLD counts
     count_replicas(args, 2)
     assert args.generation_batch_size == 8
-    words = "per_device_train_batch_size=4 x 1 replicas x 2 steps_per_generation = 8 samples, and 16 completions"
+    words = "per_device_train_batch_size=4 x 1 replicas x 2 steps_per_generation = 8 samples must be divisible"
     with pytest.raises(ConfigError, match=words):
         count_replicas(arguments(num_generations=16), 1)
-    with pytest.raises(ConfigError, match="per_device_eval_batch_size=4 x 1 replicas = 4 samples, and 8 completions"):
+    with pytest.raises(ConfigError, match="per_device_eval_batch_size=4 x 1 replicas = 4 samples must be divisible"):
         count_replicas(arguments(eval_strategy="steps"), 1)
 
 

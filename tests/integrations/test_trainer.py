@@ -230,7 +230,7 @@ def streamed(folder, tp):
         if tp == 1:
             expected = torch.tensor(json.loads(path.read_text()))
             assert torch.allclose(torch.tensor(history(trainer)), expected, rtol=1e-5, atol=1e-5)
-            with raises_everywhere(ConfigError, "without a length over 2 replicas"):
+            with raises_everywhere(ConfigError, "over 2 replicas requires a dataset with a length"):
                 trainer.evaluate(Stream())
 
 

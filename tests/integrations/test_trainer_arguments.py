@@ -81,14 +81,14 @@ def test_a_model_that_is_parallelized_already(tmp_path):
         assert trainer.label_names == given.label_names == ["labels"]
         assert trainer.model_accepts_loss_kwargs
         assert torch.equal(losses(trainer), losses(given))
-        with raises_everywhere(ConfigError, "is parallelized already", "leave parallel_config out"):
+        with raises_everywhere(ConfigError, "is already parallelized", "Remove parallel_config"):
             ParallelTrainer(model, **both, parallel_config=config(2))
         other, plain = llama(), arguments(tmp_path, 1)
         optimizer = torch.optim.AdamW(other.parameters())
         other, optimizer = autopar.initialize(other, config(2, zero={"stage": 1}), optimizer=optimizer)
         with raises_everywhere(ConfigError, "together with an optimizer", "optimizers=(optimizer, None)"):
             ParallelTrainer(other, plain)
-        with raises_everywhere(ConfigError, "args ask for bf16", "precision.dtype=fp32"):
+        with raises_everywhere(ConfigError, "args request bf16", "precision.dtype=fp32"):
             ParallelTrainer(other, arguments(tmp_path, 1, bf16=True), optimizers=(optimizer, None))
         stepped = ParallelTrainer(other, **both, optimizers=(optimizer, None))
         assert len(losses(stepped)) == 6
@@ -132,7 +132,7 @@ def test_sizes_of_accelerate(tmp_path):
         hybrid = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         sharded = parse_parallel_config(hybrid, arguments(tmp_path, 2), 4)
         assert (sharded.zero_stage, sharded.zero_shard_size) == (3, 2)
-        refused = {"= 2 is not the world of 4 processes": ParallelismConfig(tp_size=2)}
+        refused = {"= 2 must equal the world size 4": ParallelismConfig(tp_size=2)}
         for text, sizes in refused.items():
             with raises_everywhere(ConfigError, text):
                 ParallelTrainer(llama(), arguments(tmp_path, 2), parallel_config=sizes)
@@ -142,7 +142,7 @@ def test_sizes_of_accelerate(tmp_path):
 
 REFUSED = {
     "auto_find_batch_size": {"auto_find_batch_size": True},
-    "fp16_full_eval would leave the model in fp16": {"fp16_full_eval": True},
+    "fp16_full_eval is not supported: use precision: {dtype: fp16}": {"fp16_full_eval": True},
     "bf16_full_eval": {"bf16_full_eval": True},
     "save_on_each_node": {"save_on_each_node": True},
     "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
@@ -150,14 +150,14 @@ REFUSED = {
     "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
     "even_batches": {"accelerator_config": {"even_batches": False}},
     "eval_use_gather_object": {"eval_use_gather_object": True},
-    "args ask for bf16, and precision.dtype=fp16": {"bf16": True, "parallel": {"precision": {"dtype": "fp16"}}},
-    "gradient_clipping=2 and args.max_grad_norm=0.5": {"parallel": {"gradient_clipping": 2.0}},
+    "args request bf16, but precision.dtype=fp16": {"bf16": True, "parallel": {"precision": {"dtype": "fp16"}}},
+    "gradient_clipping=2 must equal args.max_grad_norm=0.5": {"parallel": {"gradient_clipping": 2.0}},
     "args.optim=galore_adamw_layerwise": {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"},
     "args.optim=lomo": {"optim": "lomo"},
 }
 IN_STAGES = {
-    "label_smoothing_factor=0.1 with pipeline_parallel_size=2": {"label_smoothing_factor": 0.1},
-    "neftune_noise_alpha with pipeline_parallel_size=2": {"neftune_noise_alpha": 1.0},
+    "label_smoothing_factor=0.1 is not supported with pipeline_parallel_size=2": {"label_smoothing_factor": 0.1},
+    "neftune_noise_alpha is not supported with pipeline_parallel_size=2": {"neftune_noise_alpha": 1.0},
 }
 
 

@@ -259,10 +259,10 @@ def warned():
         told = [str(each.message) for each in told if "averaged equally" in str(each.message)]
         assert len(told) == 1
         assert re.fullmatch(
-            r"Own.compute_loss: the losses of replicas with \d+ and \d+ labels are averaged equally, which is right "
+            r"Own.compute_loss: the losses of replicas with \d+ and \d+ labels are averaged equally, which is correct "
             r"only if each is divided by num_items_in_batch and multiplied by accelerator.num_processes.\n"
-            r"  If they are, write loss_is_scaled_for_ga = True into the class, which turns this warning off.",
+            r"  If so, set loss_is_scaled_for_ga = True in the class to disable this warning.",
             told[0],
         ), told
-        with pytest.warns(ShardWarning, match="BertForPreTraining: the losses of replicas with .* it is not known"):
+        with pytest.warns(ShardWarning, match="BertForPreTraining: the losses of replicas with .* it is unknown"):
             trained("run", (lambda: bert("PreTraining"), pairs, {"max_steps": 1, "eval_strategy": "no"}), {}, 2)

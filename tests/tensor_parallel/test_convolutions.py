@@ -74,7 +74,7 @@ def test_a_convolution_in_groups_is_no_column() -> None:
 
     model = toy(Conformer)
     model.layers[0].up.__class__ = Own
-    with pytest.raises(PolicyError, match=r"^Own has a forward of its own; it cannot become ColumnParallelConv$"):
+    with pytest.raises(PolicyError, match=r"^Own has a custom forward and cannot become ColumnParallelConv$"):
         checked_plan(model, toy_policy(FFN, CONFORMER_RULES))
 
 

@@ -76,7 +76,7 @@ def test_a_right_policy_passes_and_leaves_the_model_alone():
             "input_layernorm: replicated",
             "input_layernorm: {replicated: heads}",
             "policy text:13: model.layers.0.input_layernorm.weight works on replicated activations: its gradient must "
-            "not be summed, write 'replicated'",
+            "not be summed\n  Write 'replicated'.",
         ),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_partial_gradient_that_no_logit_shows_is_found():
         block.attn.attn_dropout = nn.Identity()
         block.mlp.act = nn.Sequential(block.mlp.act, nn.PReLU(1))
     shared = text.replace("mlp.c_fc:", "mlp.act: replicated\n    mlp.c_fc:")
-    with pytest.raises(PolicyError, match=r"act.1.weight works on sharded activations.*\{replicated: UNIT\}"):
+    with pytest.raises(PolicyError, match=r"act.1.weight works on sharded activations.*\n.*\{replicated: UNIT\}"):
         check_plan_with(shared, model, 2)
     assert check_plan_with(text.replace("mlp.c_fc:", "mlp.act: {replicated: ffn}\n    mlp.c_fc:"), model, 2)
 

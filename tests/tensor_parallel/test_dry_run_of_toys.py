@@ -28,8 +28,8 @@ def test_the_right_rules_pass() -> None:
 
 
 MIXED = (
-    "a replicated activation meets sharded ones: its gradient would be partial. The module that made it needs "
-    "{enter_output: UNIT}, or a rule that shards it"
+    "a replicated activation meets sharded ones: its gradient would be partial.\n  The module that made it needs "
+    "{enter_output: UNIT}, or a rule that shards it."
 )
 
 
@@ -63,8 +63,8 @@ def test_a_replicated_activation_that_meets_sharded_ones() -> None:
 
 
 def test_a_parameter_whose_gradient_stays_partial() -> None:
-    message = "layers.0.norm.bias works on sharded activations, but its rule leaves its gradient partial: "
-    message += "write {replicated: UNIT} to have it summed, or shard it"
+    message = "layers.0.norm.bias works on sharded activations, but its rule leaves its gradient partial\n"
+    message += "  Write {replicated: UNIT} to sum it, or shard the parameter."
     refused(toy(Latent), latent(norm="replicated"), "q", message)
 
     class Scaled(MLP):
@@ -76,7 +76,7 @@ def test_a_parameter_whose_gradient_stays_partial() -> None:
             return self.down(self.up(x) * self.scale)
 
     units = {"ffn": "ffn"}
-    message = "layers.0.scale works on sharded activations, but its rule leaves its gradient partial: "
+    message = "layers.0.scale works on sharded activations, but its rule leaves its gradient partial\n"
     refused(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": "replicated"}), "up", message)
     assert checked_plan(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": {"replicated": "ffn"}}))
 
@@ -89,7 +89,7 @@ def test_a_gradient_that_must_not_be_summed() -> None:
     model = toy(lambda config: Before(config, nn.LayerNorm(config.hidden_size)))
     rules = {**MLP_RULES, "between": {"replicated": "ffn"}}
     message = (
-        "layers.1.between.bias works on replicated activations: its gradient must not be summed, write 'replicated'"
+        "layers.1.between.bias works on replicated activations: its gradient must not be summed\n  Write 'replicated'."
     )
     refused(model, toy_policy({"ffn": "ffn"}, rules), "between", message)
 
@@ -106,8 +106,8 @@ def test_what_layers_read() -> None:
         model,
         toy_policy(ffn, {**MLP_RULES, "between": {"sharded": "ffn"}}),
         "between",
-        "layers.1.between is sharded, but its input is replicated and needs a gradient: make it a column, or feed it "
-        "by one",
+        "layers.1.between is sharded, but its input is replicated and needs a gradient\n"
+        "  Use a column rule here or earlier.",
     )
     refused(
         model,
@@ -121,7 +121,7 @@ def test_what_layers_read() -> None:
         toy(Selective),
         toy_policy(ffn, {**rules, "step": {"column": "ffn"}}),
         "step",
-        "layers.0.step is a column, but its input is sharded already\n"
+        "layers.0.step is a column, but its input is already sharded\n"
         "  The activation was made by layers.0.steer (policy dict:blocks.modules.steer)",
     )
 
@@ -160,14 +160,14 @@ class Reports(Toy):
 def test_outputs_are_whole_and_of_the_right_shape() -> None:
     policy = toy_policy({"ffn": "ffn", "heads": "heads"}, MLP_RULES)
     inside = filled(Reports(ToyConfig(report="inside")))
-    refused(inside, policy, "up", "output 'hidden' is still sharded: some row or gather_output is missing")
+    refused(inside, policy, "up", "output 'hidden' is still sharded: a row rule or gather_output is missing")
     assert checked_plan(filled(Reports(ToyConfig(report="count"))), policy)
     policy["attributes"] = {"heads": "heads"}
     refused(
         filled(Reports(ToyConfig(report="count"))),
         policy,
         "up",
-        "outputs have shapes [(2, 5, 6), (2,)], those of the full model [(2, 5, 6), (4,)]",
+        "expected outputs with shapes [(2, 5, 6), (4,)], as the full model has, got [(2, 5, 6), (2,)]",
     )
 
 

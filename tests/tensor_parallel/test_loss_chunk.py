@@ -95,5 +95,5 @@ def test_adapters_on_the_head() -> None:
 @pooled(world_size=1)
 def test_a_model_without_logits_of_tokens_says_so() -> None:
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
-    with pytest.warns(UserWarning, match=r"loss\.chunk=5 changes nothing for BertForSequenceClassification: it has no"):
+    with pytest.warns(UserWarning, match=r"loss\.chunk=5 has no effect on BertForSequenceClassification: its output"):
         autopar.initialize(BertForSequenceClassification(BertConfig(**sizes, vocab_size=20)), ALONE)

@@ -161,16 +161,12 @@ def test_groups_that_ranks_share_and_groups_that_a_rank_holds_alone() -> None:
 def test_a_norm_over_groups_needs_to_know_of_them() -> None:
     policy = toy_policy(GROUPED["units"], {**GROUPED["blocks"]["modules"], "norm": {"norm_over": "heads"}})
     policy["blocks"]["attributes"] = {"norm.group_size": "heads * 3 / groups"}
-    for groups, tp, what in (
-        (4, 2, "6 of 12 sharded features takes a mean over 3"),
-        (2, 2, "6 of 12"),
-        (2, 4, "3 of 12"),
-    ):
+    for groups, tp, what in ((4, 2, "6 of 12 sharded features in a norm, got 3"), (2, 2, "6 of 12"), (2, 4, "3 of 12")):
         with pytest.raises(PolicyError) as info:  # also where a rank's features are just those of one group
             checked_plan(toy(Grouped, groups=groups), policy, tp)
         message = str(info.value)
-        assert message.startswith(f"policy dict:blocks.modules.norm: a norm over {what}")
-        assert message.endswith(": it has groups, write {norm_over: ..., within: GROUPS} or {sharded: ...}")
+        assert message.startswith(f"policy dict:blocks.modules.norm: expected a mean over {what}")
+        assert message.endswith("For a norm of groups write {norm_over: ..., within: GROUPS} or {sharded: ...}.")
 
 
 class Varied(nn.Module):
@@ -193,16 +189,17 @@ class Varied(nn.Module):
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("var", "a norm over sharded features calls var, which is not known"),
-        ("std", "a norm over sharded features calls std, which is not known"),
-        ("amax", "a norm over sharded features calls amax, which is not known"),
-        ("normalize", "a norm over sharded features calls normalize, which is not known"),
-        ("linalg_vector_norm", "a norm over sharded features calls linalg_vector_norm, which is not known"),
-        ("mean over tokens", "a norm over sharded features takes a mean over dim 1, not the last"),
+        ("var", "a norm over sharded features must not call var"),
+        ("std", "a norm over sharded features must not call std"),
+        ("amax", "a norm over sharded features must not call amax"),
+        ("normalize", "a norm over sharded features must not call normalize"),
+        ("linalg_vector_norm", "a norm over sharded features must not call linalg_vector_norm"),
+        ("mean over tokens", "a norm over sharded features must take its mean over the last dim, got dim 1"),
     ],
 )
 def test_a_reduction_that_is_not_known_is_refused_by_name(by: str, message: str) -> None:
     model = toy(lambda config: MLP(config, Varied(config.ffn, by)))
     with pytest.raises(PolicyError) as info:
         checked_plan(model, NORMED)
-    assert str(info.value) == f"policy dict:blocks.modules.between: {message}"
+    fix = "Use the rule {replicated: ...} or {sharded: ...}."
+    assert str(info.value) == f"policy dict:blocks.modules.between: {message}\n  {fix}"

@@ -251,10 +251,9 @@ def test_a_rank_that_reads_alone_gets_an_error() -> None:
             begin = f"rank 0 reads logits [1, 6, 131] of forward 1 of model {model.lm_head.region.model}"
             begin += f" in {__file__}:{line}, and rank 1 did not within "
             end = (
-                "\n  Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them "
-                "on all of\n  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), "
-                "logits.cpu(), whatever needs\n  the vocabulary; logits + 0 does not), or have them gathered in the "
-                "forward: under\n  torch.no_grad(), or always by loss: {gather_logits: always}. "
+                "\n  Reading logits gathers them, so every tensor-parallel rank must read them: put `if rank == 0:` "
+                "around the\n  print, not around the read (logits.argmax(-1), logits.cpu()). Or gather them in the "
+                "forward: under\n  torch.no_grad(), or always with loss: {gather_logits: always}. "
                 "loss: {read_timeout: ...} waits longer."
             )
             assert str(error.value) == f"{begin}0.8 s.{end}"

@@ -226,7 +226,7 @@ def test_what_was_lost_is_said() -> None:
         "retain_grad": output.logits.retain_grad,
         "grad": lambda: torch.autograd.grad(output.loss, output.logits),
     }.items():
-        with pytest.raises(RuntimeError, match=rf"{what} of logits: .* get no gradient\.\n.*gather_logits: always"):
+        with pytest.raises(RuntimeError, match=rf"{what} is not .* get no gradient\.\n.*gather_logits: always"):
             ask()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from autopar.compat.transformers import given_cache
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import seeded
-from autopar.features.context_parallel.lazy_rows import whole_tensors
+from autopar.features.context_parallel.lazy_rows import full_tensors
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from autopar.tools.verification.session import Session
 
@@ -159,7 +159,7 @@ def same_seeds_of_rows(session: Session, stack: ExitStack) -> None:
 
 def other_seeds_of_all_rows(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
     with seeded(dist.get_rank()):
-        return plain(whole_tensors(x))
+        return plain(full_tensors(x))
 
 
 def every_second(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:

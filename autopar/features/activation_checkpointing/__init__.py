@@ -1,4 +1,4 @@
-"""Blocks run again in the backward pass instead of keeping their activations: ``activation_checkpointing``."""
+"""Recompute blocks in the backward pass instead of keeping their activations: ``activation_checkpointing``."""
 
 from autopar.registry import Feature, Step
 
@@ -6,7 +6,7 @@ _SETUP = "autopar.features.activation_checkpointing.setup"
 
 FEATURE = Feature(
     name="activation_checkpointing",
-    about="activations of blocks that are computed again",
+    about="recompute the activations of blocks in the backward pass",
     planners={"activation_checkpointing": f"{_SETUP}:plan"},
     steps={"recompute_blocks": Step(f"{_SETUP}:recompute_blocks", after="shard_layers")},
 )

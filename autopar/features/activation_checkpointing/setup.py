@@ -1,11 +1,10 @@
-"""Activation checkpointing: blocks run again in the backward pass, but for results that a tape keeps.
+"""Activation checkpointing: recompute blocks in the backward pass, except for results that a tape keeps.
 
-[Note: why not torch's selective checkpointing] It keeps what operators return, and a collective returns nothing: it
-writes into a tensor. So the tape stands where all collectives of activations pass
-(:func:`autopar.distributed.collectives.run`). And it keeps results, not copies: a block that writes into one
-through another tensor of the same memory (``y += x`` behind a linear layer) would get a changed value back, in silence.
-The tape keeps copies, of operators too. Both runs of a block make the same calls in the same order; the recomputation
-may end earlier.
+[Note: why not torch's selective checkpointing] It keeps the return values of operators, but a collective writes into a
+tensor and returns nothing. So the tape hooks into :func:`autopar.distributed.collectives.run`, which runs all
+collectives of activations. torch also keeps results, not copies. A block that changes a result in place through another
+tensor (``y += x`` after a linear layer) would silently get the changed value back. The tape keeps copies, of results of
+operators too. Both runs of a block make the same calls in the same order; the recomputation may end earlier.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from autopar.tensor_tracking import TensorTracking
 
 
 def plan(plans: Any, config: Any, stages: Any) -> None:
-    """Check that the blocks of the model can be recomputed; nothing is planned."""
+    """Check that the blocks of the model can be recomputed; return no plan."""
     blocks = () if isinstance(plans.inner, PreTrainedModel) else stages.elements
     check(plans.inner, blocks, plans.policy.where, config.checkpoint_every)
 
 
 def recompute_blocks(model: nn.Module, state: Any, given: Any) -> None:
-    """After sharding, around it: blocks as they are now are run again."""
+    """Set up recomputation; the step runs after sharding, since sharded blocks are recomputed."""
     config, inner = state.config, state.inner_of(model)
     how: Any = {"on_cpu": config.cpu_checkpointing, "save": config.checkpoint_saves, "every": config.checkpoint_every}
     apply(inner, state.blocks_of(model), **how)
@@ -45,23 +44,24 @@ def recompute_blocks(model: nn.Module, state: Any, given: Any) -> None:
 
 
 def check(model: nn.Module, blocks: Sequence[str], policy: object, every: int = 1) -> None:
-    """Raise ConfigError if the activations of a model's blocks cannot be recomputed.
+    """Raise ConfigError if the blocks of a model cannot be recomputed.
 
     Args:
-        blocks: The paths of a plain module's blocks, which ``policy`` describes.
+        blocks, policy: Paths of the blocks of a plain module, and place of the policy that names them, for messages.
     """
     name, known = type(model).__name__, any(hasattr(module, "gradient_checkpointing") for module in model.modules())
     if not isinstance(model, PreTrainedModel):
         if not blocks:
             raise ConfigError(
-                f"activation_checkpointing recomputes the blocks of a model, and the policy of {name} names no "
-                f"'blocks' ({policy}); leave it out."
+                f"activation_checkpointing requires 'blocks' in the policy of {name} ({policy})\n"
+                "  Name the blocks there, or remove activation_checkpointing."
             )
     elif not model.supports_gradient_checkpointing or not known:
-        raise ConfigError(f"activation_checkpointing: {name} does not support it; leave it out.")
+        raise ConfigError(f"activation_checkpointing is not supported with {name}\n  Remove it from the config.")
     elif every > 1 and not recomputed_layers(model):
         raise ConfigError(
-            f"activation_checkpointing.every={every}: {name} recomputes its blocks all or none. Leave it out."
+            f"activation_checkpointing.every={every} is not supported with {name}: it recomputes all blocks or none\n"
+            "  Remove 'every' from the config."
         )
 
 
@@ -71,10 +71,10 @@ def apply(
     """Recompute the activations of a model's blocks in the backward pass.
 
     Args:
-        blocks: The blocks of a plain module; transformers knows those of a Hugging Face model.
-        on_cpu: Flag for inputs of the blocks that are kept in the CPU's memory.
-        save: Results to keep, which are not computed again: names of :data:`autopar.config.sections.SAVED`.
-        every: A block out of this many is recomputed, beginning with the first.
+        blocks: Blocks of a plain module; transformers finds the blocks of a Hugging Face model.
+        on_cpu: True to keep the inputs of blocks in CPU memory.
+        save: Kinds of results to keep instead of recomputing them, from :data:`autopar.config.sections.SAVED`.
+        every: Recompute one block out of this many, starting with the first.
     """
     how: dict[str, Any] = {"use_reentrant": False}
     if save:
@@ -103,7 +103,7 @@ def undo(model: nn.Module) -> None:
 
 
 class _Recomputed:
-    """A block of a plain module that keeps its inputs alone and runs again in the backward pass."""
+    """A block of a plain module that keeps only its inputs and is recomputed in the backward pass."""
 
     training: bool
     _gradient_checkpointing_func: Callable[..., Any]
@@ -115,7 +115,7 @@ class _Recomputed:
         return self._gradient_checkpointing_func(plain, *args, **kwargs)
 
 
-_OPERATORS = {  # of torch.ops.aten; those that a version of torch lacks are left out
+_OPERATORS = {  # of torch.ops.aten; names that a version of torch lacks are ignored
     "attention": (
         *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
         *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
@@ -127,63 +127,63 @@ _OPERATORS = {  # of torch.ops.aten; those that a version of torch lacks are lef
 
 @functools.cache
 def saved_operators(save: tuple[str, ...]) -> frozenset[Any]:
-    """Return the operators of torch whose results are kept."""
+    """Return the torch operators whose results are kept."""
     packets = [getattr(torch.ops.aten, name, None) for kind in save for name in _OPERATORS.get(kind, ())]
     every = [getattr(packet, name) for packet in packets if packet is not None for name in packet.overloads()]
     return frozenset(each for each in every if not schema_of(each).is_mutable)
 
 
 def contexts(save: tuple[str, ...]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what a block runs in, in its forward and when it is recomputed: torch's ``context_fn``."""
+    """Return the contexts for the forward and the recomputation of a block: torch's ``context_fn``."""
     tape = Tape(collectives="collectives" in save, operators=saved_operators(save))
     return tape.kept(), tape.played()
 
 
 def offloaded(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a checkpoint function that keeps the inputs of blocks in the CPU's memory, and no other saved tensors."""
+    """Call a checkpoint function so that it keeps the inputs of blocks, and no other saved tensors, in CPU memory."""
     found = accelerator()
     if found is None:
         return plain(*args, **kwargs)
-    with save_on_cpu(pin_memory=True, device_type=found.type):  # inside, the recomputation's own hooks take over
+    with save_on_cpu(pin_memory=True, device_type=found.type):  # inside, the hooks of the checkpoint take over
         return plain(*args, **kwargs)
 
 
-# -- results that are kept ------------------------------------------------------------------------------------------
+# -- kept results ---------------------------------------------------------------------------------------------------
 
 
 class Tape:
     """Results of one block in one forward.
 
     Args:
-        collectives: Flag for results of collectives that are kept.
-        operators: Operators of torch whose results are kept.
+        collectives: True to keep the results of collectives.
+        operators: Torch operators whose results are kept.
     """
 
     def __init__(self, *, collectives: bool = True, operators: Collection[Any] = ()) -> None:
         self._collectives, self._operators = collectives, operators
         self._kept: list[tuple[str, Any]] = []  # name of a call, and its result
-        self._next = -1  # place of the recomputation; -1 in the forward
+        self._next = -1  # index of the next result in a recomputation; -1 in the forward
 
     def kept(self) -> AbstractContextManager[None]:
-        """Keep what collectives and operators give inside."""
+        """Record the results of collectives and operators inside."""
         return _Run(self, -1)
 
     def played(self) -> AbstractContextManager[None]:
-        """Give what was kept, inside; any number of times, once for each backward."""
+        """Replay the recorded results inside; can be entered again for each backward pass."""
         return _Run(self, 0)
 
     def note(self, name: str, result: Any) -> None:
-        """Keep what the call ``name`` has given, or on the meta device would; in a recomputation nothing."""
+        """Record the result of the call ``name``; do nothing in a recomputation."""
         if not self.is_playing:
             self._kept.append((name, _copied(result)))
 
     @property
     def results(self) -> list[Any]:
-        """The values that are kept, in the order of the forward."""
+        """Recorded results, in the order of the forward."""
         return [result for _, result in self._kept]
 
     def plays(self, name: str, result: torch.Tensor) -> bool:
-        """Write what a collective gave in the forward; whether this is a recomputation. Raises as :meth:`next`."""
+        """In a recomputation, write the recorded result into ``result`` and return True; raises as :meth:`next`."""
         if not self.is_playing:
             return False
         kept = self.next(name, result.shape)
@@ -193,29 +193,29 @@ class Tape:
 
     @property
     def is_playing(self) -> bool:
-        """Whether this is a recomputation."""
+        """True in a recomputation."""
         return self._next >= 0
 
     def next(self, name: str, shape: torch.Size | None = None) -> Any:
-        """Return what the call ``name`` gave in the forward.
+        """Return the recorded result of the call ``name``.
 
         Raises:
-            ConsistencyError: The recomputation is not the forward again.
+            ConsistencyError: The recomputation makes other calls than the forward.
         """
         known, result = self._kept[self._next] if self._next < len(self._kept) else ("none", None)
         if result is None or known != name or (shape is not None and result.shape != shape):
             of = "" if shape is None else f" of {tuple(shape)}"
             was = f"{known} of {tuple(result.shape)}" if result is not None and shape is not None else known
             raise ConsistencyError(
-                f"activation_checkpointing.save: result {self._next + 1} of a block is {name}{of} when it is\n"
-                f"  recomputed, and was {was} in its forward. The block must do the same both times; or leave save out."
+                f"activation_checkpointing.save: result {self._next + 1} of a block is {name}{of} when recomputed, but "
+                f"was {was} in the forward.\n  Make both runs of the block identical, or remove 'save' from the config."
             )
         self._next += 1
         return result
 
 
 class _Run(AbstractContextManager[None]):
-    """A run of the block: its forward, or a recomputation, which each backward enters again."""
+    """A run of the block: its forward, or a recomputation, which each backward pass enters again."""
 
     def __init__(self, tape: Tape, start: int) -> None:
         self._tape, self._start = tape, start
@@ -233,7 +233,7 @@ class _Run(AbstractContextManager[None]):
 
 
 class KeptOperators(TensorTracking):
-    """Lets a tape keep or give the results of some operators. An operator that draws runs both times."""
+    """Record or replay the results of some operators on a tape. An operator that draws a mask runs both times."""
 
     supports_higher_order_operators = True
 
@@ -258,7 +258,7 @@ def _copied(value: Any) -> Any:
 
 
 def _drops(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator draws a mask: left out, those behind it would draw other ones."""
+    """Return whether an operator draws a mask; if it were skipped, later operators would draw different masks."""
     for place, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)

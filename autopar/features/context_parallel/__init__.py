@@ -1,10 +1,10 @@
-"""Ranks share the rows of each sequence, with any mask and with recurrent layers: ``context_parallel_size``."""
+"""Shard each sequence over ranks, with any mask and with recurrent layers: ``context_parallel_size``."""
 
 from autopar.registry import Feature, Step
 
 FEATURE = Feature(
     name="context_parallel",
-    about="rows of sequences over ranks, for long contexts",
+    about="sequences sharded over ranks, for long contexts",
     planners={"context_parallel": "autopar.features.context_parallel.plan:make"},
     steps={
         "run_on_rows_of_sequences": Step(

@@ -1,18 +1,18 @@
-"""Attention over rows that lie on several ranks, by the model's own attention function and its full mask.
+"""Attention over a sequence that is sharded over ranks, with the model's attention function and its full mask.
 
-The function that a model's config names (``eager``, ``sdpa``, ...) is called by this one, which takes its place in the
-blocks (:mod:`autopar.features.context_parallel.setup`). With ``n`` ranks of the axis:
+:func:`attention_over_rows` replaces the attention function of the blocks
+(:mod:`autopar.features.context_parallel.setup`), and calls the function that the model's config names (``eager``,
+``sdpa``, ...). There are two methods:
 
-* ``ulysses`` (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509): rows of all heads are exchanged for all rows of
-  some heads, attention is computed as if the sequence were on one rank, and the output is exchanged back.
-* ``gather``: keys and values of all ranks are gathered, and this rank's queries take their rows of the mask. No
-  condition on the number of heads. Keys that no query sees are left out. Under plain causal attention a run of rows
-  needs the keys up to its last row, and no more: with zigzag rows that is as much on every rank. No table of rows by
-  rows is made: long runs are computed some queries at a time, and again in the backward pass, so that no more than the
-  mask of one piece exists.
+* ``ulysses`` (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509): an all-to-all exchanges local rows of all heads
+  for all rows of local heads. Each rank computes attention over the full sequence, and the output is exchanged back.
+* ``gather``: keys and values are gathered, and the local queries use their rows of the mask. It works with any number
+  of heads. Causal attention without a mask only needs the keys up to the last query of a run of rows; with zigzag
+  sharding these are equally many on every rank. Long runs are computed in pieces, and again in the backward pass, so
+  that only the mask of one piece exists at a time.
 
-In both the mask is full on each rank, made by the model's own code; none is ever replaced by a flag. Where rows are
-exchanged for heads, uneven numbers of both are fine, rows in any order, and heads that several ranks get.
+With both methods the model's code makes the full mask on each rank. The exchange supports uneven numbers of rows and
+heads, rows in any order, and heads that several ranks hold.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from autopar.layout import Block, Layout, even_shards
 IMPLEMENTATION = "autopar_rows"
 """Name of :func:`attention_over_rows` among transformers' attention functions."""
 _MOST = 1 << 24
-"""Entries of a mask that are made at a time."""
+"""Largest number of mask entries that exist at a time."""
 _PER_HEAD = ("s_aux", "sinks")  # arguments and attributes with one number for each head
 _BIASES = ("position_bias",)  # [batch or 1, heads, queries, keys]
 _EAGER = ("eager_attention_forward", "simple_eager_attention_forward", "text_eager_attention_forward")
 
 
 class _Call(NamedTuple):
-    """A call of the model's own attention function; ``given``: the other arguments."""
+    """A call of the model's attention function; ``given``: its other arguments."""
 
     function: Callable[..., Any]
     module: nn.Module
     query: torch.Tensor  # [batch, heads, rows, head_dim]
-    key: torch.Tensor  # [batch, kv_heads, rows, head_dim], as the value
+    key: torch.Tensor  # [batch, kv_heads, rows, head_dim], like value
     value: torch.Tensor
-    mask: Any  # [batch, 1 or heads, rows, rows], or what the function takes instead
+    mask: Any  # [batch, 1 or heads, rows, rows], or another value that the function supports
     given: dict[str, Any]
 
     def made(self) -> torch.Tensor:
@@ -64,7 +64,7 @@ class _Call(NamedTuple):
 
 
 class Implementation(str):
-    """Name of an attention: compared as the model's own (``== "sdpa"``), looked up as :data:`IMPLEMENTATION`."""
+    """Name of an attention function: equal to the model's name (``== "sdpa"``), hashed as :data:`IMPLEMENTATION`."""
 
     def __eq__(self, other: object) -> bool:
         return other == IMPLEMENTATION or str.__eq__(self, other) is True
@@ -77,7 +77,7 @@ class Implementation(str):
 
 
 def register() -> None:
-    """Register the function in transformers; models that do not name it are unaffected."""
+    """Register :func:`attention_over_rows` in transformers; only models that name it use it."""
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_over_rows)
 
 
@@ -89,16 +89,16 @@ def attention_over_rows(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention of this rank's rows.
+    """Compute attention for the local rows.
 
     Args:
         query: Queries, ``[batch, heads, rows/cp, head_dim]``.
-        key: Keys, ``[batch, kv_heads, rows/cp, head_dim]``, as the values; with all rows of another sequence (an
-            encoder's).
-        attention_mask: The full mask, ``[batch, 1 or heads, rows, rows]``.
+        key: Keys, ``[batch, kv_heads, rows/cp, head_dim]``, or all rows of another sequence (of an encoder).
+        value: Values, shaped like ``key``.
+        attention_mask: Full mask, ``[batch, 1 or heads, rows, rows]``.
 
     Returns:
-        ``[batch, rows/cp, heads, head_dim]``, and no attention maps.
+        The output, ``[batch, rows/cp, heads, head_dim]``, and None for attention maps.
     """
     state: RowState = module._autopar_rows  # type: ignore[assignment]
     name, function = plain_attention(module)
@@ -114,9 +114,9 @@ def attention_over_rows(
     crosses = state.plan.crosses.get(str(module._autopar_path))
     if crosses is None:
         raise ConfigError(
-            f"context_parallel_size={state.axis.size}: {module._autopar_path} computes attention, which the rehearsal "
-            "of initialize did not see:\n  whether its keys are rows or another sequence is not known. These inputs "
-            "need tensor_parallel_size, or sequence_parallel."
+            f"context_parallel_size={state.axis.size} is not supported with these inputs: {module._autopar_path} "
+            "computes attention that the dry run of initialize did not reach.\n"
+            "  Use tensor_parallel_size or sequence_parallel for these inputs."
         )
     heads, kv_heads = query.shape[1], key.shape[1]
     ulysses = state.method == "ulysses" or (state.method == "auto" and kv_heads % state.axis.size == 0)
@@ -132,7 +132,7 @@ def plain_attention(module: nn.Module) -> tuple[str, Callable[..., Any]]:
     """Return the name and the function of the attention that the model's config names.
 
     Raises:
-        ConfigError: It is ``eager``, and the model's file has no function of the usual name.
+        ConfigError: The function is not found.
     """
     name = str(attention_of(type(module.config)._autopar_whole) or "eager")  # type: ignore[union-attr]
     for kind in type(module).__mro__:
@@ -145,8 +145,9 @@ def plain_attention(module: nn.Module) -> tuple[str, Callable[..., Any]]:
             if len(eager) == 1:
                 return name, eager[0]
     raise ConfigError(
-        f"context_parallel_size: the attention '{name}' of {type(module).__name__} is not found in "
-        f"{type(module).__module__}. Another one may be: model.set_attn_implementation('sdpa')"
+        f"context_parallel_size is not supported with attention '{name}' of {type(module).__name__}: "
+        f"{type(module).__module__} has no function for it\n"
+        "  Use another one, such as model.set_attn_implementation('sdpa')."
     )
 
 
@@ -156,7 +157,7 @@ def plain_attention(module: nn.Module) -> tuple[str, Callable[..., Any]]:
 def _ulysses(state: RowState, rows: Layout, call: _Call) -> torch.Tensor:
     axis, (heads, kv_heads) = state.axis, (call.query.shape[1], call.key.shape[1])
     groups = heads // kv_heads
-    if kv_heads >= axis.size:  # whole groups of heads with their key
+    if kv_heads >= axis.size:  # each rank gets full groups of query heads, with their keys
         of_queries, of_keys = heads_layout(kv_heads, groups, axis.size), heads_layout(kv_heads, 1, axis.size)
     else:
         of_queries = heads_layout(heads, 1, axis.size)
@@ -165,14 +166,14 @@ def _ulysses(state: RowState, rows: Layout, call: _Call) -> torch.Tensor:
     key, value = (exchange(x, axis, of_keys, rows, to_heads=True) for x in (call.key, call.value))
     if kv_heads < axis.size and query.shape[1]:
         key, value, groups = _of_groups(call.module, key, value, groups, of_queries.ranges(axis.rank)[0])
-    full = {name: state.whole_of(x) for name, x in call.given.items() if isinstance(x, torch.Tensor)}  # positions
+    full = {name: state.full_of(x) for name, x in call.given.items() if isinstance(x, torch.Tensor)}  # positions
     given = call.given | full
     given |= {name: _of_heads(given[name], of_queries, axis.rank) for name in (*_PER_HEAD, *_BIASES) if name in given}
     if query.shape[1]:
         mask = _of_heads(call.mask, of_queries, axis.rank)
         with _narrowed(call.module, of_queries, axis.rank, groups):
             out = call._replace(query=query, key=key, value=value, mask=mask, given=given).made()
-    else:  # fewer heads than ranks: this one has none, and still takes part
+    else:  # fewer heads than ranks: no heads here, but the collectives need this rank
         out = (query + 0 * (key.sum() + value.sum())).transpose(1, 2)[..., : value.shape[-1]]
     out = exchange(out.transpose(1, 2), axis, of_queries, rows, to_heads=False)
     return out.transpose(1, 2).contiguous()
@@ -181,7 +182,7 @@ def _ulysses(state: RowState, rows: Layout, call: _Call) -> torch.Tensor:
 def _of_groups(
     module: nn.Module, key: torch.Tensor, value: torch.Tensor, groups: int, held: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return keys and values of the query heads ``held``, and how many heads share one; parts of groups share none."""
+    """Return keys and values for the query heads ``held``, and the number of heads per key (1 for partial groups)."""
     low, high = held
     if key.shape[1] == 1 and "num_key_value_groups" in vars(module):
         return key, value, high - low
@@ -190,7 +191,7 @@ def _of_groups(
 
 
 def _of_heads(x: Any, layout: Layout, rank: int) -> Any:
-    """Keep this rank's heads of ``[heads]`` or ``[batch, heads, queries, keys]``; one row for all heads stays."""
+    """Keep the local heads of ``[heads]`` or ``[batch, heads, queries, keys]``; a broadcast dim of 1 stays."""
     if not isinstance(x, torch.Tensor):
         return x
     dim = 1 if x.ndim == 4 else 0
@@ -199,7 +200,7 @@ def _of_heads(x: Any, layout: Layout, rank: int) -> Any:
 
 @contextmanager
 def _narrowed(module: nn.Module, layout: Layout, rank: int, groups: int) -> Iterator[None]:
-    """Let the module have the numbers of this rank's heads while its function reads them."""
+    """Set head counts and per-head parameters of the module to the local heads while its function runs."""
     own, mine = vars(module), own_parameters(module)
     before = {"num_key_value_groups": own["num_key_value_groups"]} if "num_key_value_groups" in own else {}
     held = {name: mine[name] for name in _PER_HEAD if mine.get(name) is not None}
@@ -220,18 +221,18 @@ def _with_whole_keys(rows: Layout, rank: int, name: str, call: _Call, crosses: b
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):
         kind = f"{list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ConfigError(
-            f"context_parallel_method=gather needs a mask of 4 dims; '{name}' attention has one of {kind}.\n"
+            f"context_parallel_method=gather requires a mask of 4 dims; '{name}' attention got {kind}.\n"
             "  Use context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')."
         )
     if name not in ("eager", "sdpa"):
         raise ConfigError(
-            f"context_parallel_method=gather does not go with '{name}' attention, which is told of masks by flags: use "
-            "context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')"
+            f"context_parallel_method=gather is not supported with '{name}' attention, which does not use mask tensors"
+            "\n  Use context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')."
         )
     given = dict(call.given)
     biases = {bias: _of_rows(given[bias], rows, rank) for bias in _BIASES if given.get(bias) is not None}
     causal = given.get("is_causal")
-    causal = getattr(call.module, "is_causal", True) if causal is None else causal  # as transformers' sdpa decides it
+    causal = getattr(call.module, "is_causal", True) if causal is None else causal  # like transformers' sdpa
     if mask is None and name == "sdpa" and not crosses and causal:
         if not biases:
             return _causal_attention(call, rows, rank)
@@ -243,21 +244,21 @@ def _with_whole_keys(rows: Layout, rank: int, name: str, call: _Call, crosses: b
 
 
 def _causal_rows(rows: Layout, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of this rank's rows, ``[1, 1, rows/cp, rows]``: True where a row may look."""
+    """Return the causal mask of the local rows, ``[1, 1, rows/cp, rows]``: True where a row may attend."""
     positions = torch.arange(rows.size, device=device)
     own = rows.shard(positions, rank, 0)
     return (own[:, None] >= positions[None, :])[None, None]
 
 
 def _of_rows(mask: Any, rows: Layout, rank: int) -> Any:
-    """Keep this rank's rows of ``[batch, heads, rows, keys]``; one row for all stays, and a mask of own rows."""
+    """Keep the local rows of ``[batch, heads, rows, keys]``; a broadcast row or a local mask stays."""
     if mask is None or mask.shape[2] in (1, rows.local_size(rank)):
         return mask
     return rows.shard(mask, rank, 2)
 
 
 def _causal_attention(call: _Call, rows: Layout, rank: int) -> torch.Tensor:
-    """Compute attention to keys of all rows where rows see themselves and earlier rows."""
+    """Compute causal attention of the local rows to the keys of all rows."""
     runs = rows.ranges(rank)
     pieces = list(_pieces(runs))
     again = len(pieces) > len(runs) and torch.is_grad_enabled()
@@ -277,7 +278,7 @@ def _causal_attention(call: _Call, rows: Layout, rank: int) -> torch.Tensor:
 
 
 def _pieces(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield the place of each piece among own rows, and its first row and the one after its last."""
+    """Yield ``(index among the local rows, first row, end row)`` of each piece."""
     place = 0
     for low, high in runs:
         size = max(_MOST // high, 16)
@@ -291,12 +292,12 @@ def _pieces(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]
 
 
 def heads_layout(units: int, width: int, ranks: int) -> Layout:
-    """Return the layout along dim 1 of ``units`` runs of ``width`` heads each; a rank may have none."""
+    """Return the layout along dim 1 of ``units`` groups of ``width`` heads each; a rank may have none."""
     return Layout.of(1, [Block("heads", units, width, even_shards(units, ranks))])
 
 
 def keys_layout(queries: Layout, kv_heads: int) -> Layout:
-    """Return the KV heads that each rank's heads of ``queries`` look at, where the ranks are more than KV heads are.
+    """Return the layout of the KV heads that each rank's query heads need, for more ranks than KV heads.
 
     >>> keys_layout(heads_layout(6, 1, 4), 2).ranges(1)  # heads 2 and 3, of groups of three
     ((0, 2),)
@@ -308,7 +309,7 @@ def keys_layout(queries: Layout, kv_heads: int) -> Layout:
 
 
 def exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, *, to_heads: bool) -> torch.Tensor:
-    """Exchange rows for heads, ``[batch, heads, rows/cp, d] -> [batch, heads/cp, rows, d]``, or the reverse."""
+    """Exchange rows for heads, ``[batch, heads, rows/cp, d] -> [batch, heads/cp, rows, d]``, or back."""
     return _Exchange.apply(x, axis, heads, rows, to_heads)
 
 
@@ -327,7 +328,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads: bool) -> torch.Tensor:
-    given, taken = (1, 2) if to_heads else (2, 1)  # dim that is given away, dim that becomes full
+    given, taken = (1, 2) if to_heads else (2, 1)  # dim that becomes sharded, dim that becomes full
     by_given, by_taken = (heads, rows) if to_heads else (rows, heads)
     shape = list(x.shape)
     shape[given] = by_given.local_size(axis.rank)
@@ -348,7 +349,7 @@ def _exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads
 
 
 def _summed(parts: list[torch.Tensor], layout: Layout, dim: int) -> torch.Tensor:
-    """Join gradients: those of heads that several ranks have are added up."""
+    """Join gradients; gradients of heads that several ranks hold are summed."""
     shape = list(parts[0].shape)
     shape[dim] = layout.size
     full = parts[0].new_zeros(shape)

@@ -1,13 +1,12 @@
-"""Lazy tensors under context parallelism: embeddings before the blocks, and logits after them.
+"""Lazily gathered tensors under context parallelism: embeddings before the blocks, and logits after them.
 
-:class:`LazyRows` holds this rank's rows of embeddings. They may be added to others, scaled, normed and projected, which
-is done to the rows, and the boundary of the first block opens them. Any other operation gets the full tensor, gathered.
-The dry run finds the embeddings that reach the blocks so.
+:class:`LazyRows` holds the local rows of embeddings. Sums, scaling, norms and projections run on the local rows, and
+the boundary of the first block takes them. Any other operation gathers the full tensor. The dry run finds the
+embeddings that reach the blocks this way.
 
-:class:`RowsOfLogits` holds this rank's rows of logits. A loss takes ``[batch, rows, vocab]`` apart by rows: it casts,
-scales, shifts, flattens, and computes a cross entropy for each. All of that is done to this rank's rows, whose losses,
-one number a row, are gathered. The rows may be sharded by vocabulary too
-(:mod:`autopar.tensor_parallel.sharded_logits`).
+:class:`RowsOfLogits` holds the local rows of logits ([Note: sharded logits]). Casts, scaling, shifts, flattening and
+the cross entropy run on the local rows; only the losses, one number per row, are gathered. The vocabulary of these rows
+may be sharded too (:mod:`autopar.tensor_parallel.sharded_logits`).
 """
 
 from __future__ import annotations
@@ -30,26 +29,25 @@ from autopar.features.context_parallel.state import RowState, join
 from autopar.layout import Block, Layout
 from autopar.swap import argument_names
 from autopar.tensor_parallel.loss import check_targets
-from autopar.tensor_parallel.sharded_logits import BY_ELEMENT, Gradients, LogitsPart, asked_shape
-from autopar.tensor_tracking import WholeOnRead, name_of, without_overrides
+from autopar.tensor_parallel.sharded_logits import BY_ELEMENT, Gradients, LogitsShard, viewed_shape
+from autopar.tensor_tracking import LazyGatherTensor, name_of, without_overrides
 
 _ADVICE = (
-    "Each context-parallel rank has some rows of it. They are gathered when it is read, which takes all of the ranks:\n"
-    "  read it on all of them"
+    "Each context-parallel rank has some rows of the embeddings, and reading gathers them: read them on all ranks."
 )
 _LOST = (
-    "context_parallel_size: an autograd function in front of the blocks took embeddings, of which each rank has some "
-    "rows: their\n  gradient would be lost. Give it the whole tensor: function.apply(embeddings[:])"
+    "context_parallel_size is not supported with an autograd function on sharded embeddings: their gradient would be "
+    "lost\n  Pass the full tensor: function.apply(embeddings[:])"
 )
 
 
-class LazyRows(WholeOnRead):
-    """Full embeddings before the blocks, of which this rank has some rows.
+class LazyRows(LazyGatherTensor):
+    """The full embeddings before the blocks, of which this rank holds some rows.
 
     Attributes:
-        own: This rank's rows.
-        rows_dim: The dim of rows.
-        sources: Paths of the embeddings that it was made of, for a dry run.
+        own: Local rows.
+        rows_dim: Dim of the rows.
+        sources: Paths of the embedding modules that it was computed from, for a dry run.
     """
 
     own: torch.Tensor
@@ -58,33 +56,33 @@ class LazyRows(WholeOnRead):
     sources: frozenset[str]
     _state: RowState
     _plain: torch.Tensor | None
-    _node: Any  # its place in the graph, as it was made
+    _node: Any  # grad_fn at creation
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it has been read."""
+    def is_full(self) -> bool:
+        """True if code has read the tensor."""
         return self._plain is not None
 
     def held(self) -> str:
-        """Return the rows of this rank, in words."""
+        """Return a description of the local rows."""
         axis = self._state.axis
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in self.rows.ranges(axis.rank)) or "none"
         return f"{axis.name} rank {axis.rank} of {axis.size} has rows {held}"
 
     def made_of(self) -> list[torch.Tensor]:
-        """Return the full tensor if it is there; else this rank's rows."""
-        return [self.whole() if self.is_whole else self.own]
+        """Return the full tensor if it was read, else the local rows."""
+        return [self.full() if self.is_full else self.own]
 
     def opened(self, rows: Layout, dim: int) -> torch.Tensor | None:
-        """Return this rank's ``rows`` along ``dim``; None if it has different ones, or the full tensor was read."""
+        """Return the local rows if they are ``rows`` along ``dim`` and the full tensor was not read; else None."""
         self._check_node()
         if self._plain is not None or self.rows != rows or self.rows_dim != dim:
             return None
         self._state.opened |= self.sources
         return self.own
 
-    def whole(self) -> torch.Tensor:
-        """Return the full tensor, gathered. A collective of the axis the first time."""
+    def full(self) -> torch.Tensor:
+        """Return the full tensor. The first call is a collective of the axis."""
         if self._plain is None:
             self._check_node()
             state = self._state
@@ -95,24 +93,24 @@ class LazyRows(WholeOnRead):
         return self._plain
 
     def _check_node(self) -> None:
-        """Raise for the result of an autograd function: its rows know nothing of the gradient."""
+        """Raise for the result of an autograd function, whose gradient would not reach the local rows."""
         if without_overrides(lambda: self.grad_fn, (), {}) is not self._node:
             raise RuntimeError(_LOST)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer from this rank's rows where they suffice; gather the full tensor for everything else."""
+        """Answer from the local rows if possible, otherwise gather the full tensor."""
         first, name = args[0] if args else None, name_of(func)
-        if isinstance(first, LazyRows) and not first.is_whole and name in ("requires_grad", "grad_fn", "is_leaf"):
+        if isinstance(first, LazyRows) and not first.is_full and name in ("requires_grad", "grad_fn", "is_leaf"):
             return getattr(first.own, name)
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an operation that treats rows apart to own rows; None for any other operation."""
+        """Apply an operation that treats rows separately to the local rows; return None for other operations."""
         leaves, structure = tree_flatten((args, kwargs))
         lead = next((x for x in leaves if isinstance(x, LazyRows)), None)
-        if lead is None or lead.is_whole:
+        if lead is None or lead.is_full:
             return None
         lead._check_node()
         if name == "requires_grad_":
@@ -137,7 +135,7 @@ class LazyRows(WholeOnRead):
 
 
 def lazy_rows(own: torch.Tensor, dim: int, rows: Layout, state: RowState, sources: frozenset[str]) -> LazyRows:
-    """Return the full tensor, without memory, of which ``own`` is this rank's rows along ``dim``."""
+    """Return the full tensor, without memory, whose local rows along ``dim`` are ``own``."""
     made: LazyRows = _Closed.apply(own, [*own.shape[:dim], rows.size, *own.shape[dim + 1 :]])
     made.own, made.rows_dim, made.rows, made.sources = state.mark(own), dim, rows, sources
     made._state, made._plain, made._node = state, None, without_overrides(lambda: made.grad_fn, (), {})
@@ -145,7 +143,7 @@ def lazy_rows(own: torch.Tensor, dim: int, rows: Layout, state: RowState, source
 
 
 class _Closed(torch.autograd.Function):
-    """A use outside of Python: it has no gradient for the rows, so its backward raises instead of losing one."""
+    """Raise in the backward pass of a use outside Python, which would lose the gradient of the rows."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, shape: list[int]) -> Any:
@@ -158,14 +156,14 @@ class _Closed(torch.autograd.Function):
         raise RuntimeError(_LOST)
 
 
-def whole_tensors(value: Any) -> Any:
-    """Return a nested value with full tensors in the place of lazy ones."""
+def full_tensors(value: Any) -> Any:
+    """Return a nested value with lazy tensors replaced by full tensors."""
     found = any(isinstance(x, LazyRows) for x in tree_leaves(value))
-    return tree_map_only(LazyRows, lambda x: x.whole(), value) if found else value
+    return tree_map_only(LazyRows, lambda x: x.full(), value) if found else value
 
 
 def _is_of_features(lead: LazyRows, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation works along the last dims, which hold features and no rows."""
+    """Return whether an operation works only along the last dims, which hold features."""
     if name in ("layer_norm", "rms_norm"):
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
         return lead.rows_dim < lead.ndim - len(shape)
@@ -173,7 +171,7 @@ def _is_of_features(lead: LazyRows, name: str, args: tuple[Any, ...], kwargs: di
 
 
 def _part(x: torch.Tensor, lead: LazyRows) -> torch.Tensor | None:
-    """Return this rank's rows of a tensor that is broadcast with ``lead``; itself if it is equal for all rows."""
+    """Return the local rows of a tensor that broadcasts with ``lead``, or ``x`` if it is equal for all rows."""
     dim = x.ndim - (lead.ndim - lead.rows_dim)
     if isinstance(x, LazyRows):
         if x._plain is None:
@@ -185,7 +183,7 @@ def _part(x: torch.Tensor, lead: LazyRows) -> torch.Tensor | None:
 
 
 def _dropout(lead: LazyRows, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyRows | None:
-    """``F.dropout``: each rank draws for its own rows, as it does in the blocks."""
+    """Apply ``F.dropout`` to the local rows, with a mask per rank as inside the blocks."""
     given = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | kwargs
     if not given.get("training", given.get("train", True)) or given.get("p", 0.5) == 0:
         return lead
@@ -199,17 +197,17 @@ def _dropout(lead: LazyRows, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def may_own_rows(module: nn.Module) -> bool:
-    """Return whether a module before the blocks is an embedding that looks up each row by itself, and no more."""
+    """Return whether a module before the blocks is an embedding that looks up each row separately."""
     plain = isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
     return plain and len(argument_names(module)) == 1
 
 
 class OwnRows:
-    """Class before that of an embedding before the blocks: it looks up this rank's rows of ids, ``[batch, rows]``."""
+    """Mixin for an embedding before the blocks that looks up only the local rows of ids, ``[batch, rows]``."""
 
     num_embeddings: int
     _autopar_rows: RowState
-    _autopar_own: str  # its path
+    _autopar_own: str  # path of the embedding
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state, path = self._autopar_rows, self._autopar_own
@@ -221,20 +219,20 @@ class OwnRows:
         return lazy_rows(own, 1, rows, state, frozenset((path,)))
 
     def _rows_of(self, ids: torch.Tensor) -> Layout | None:
-        """Return the rows of ``ids`` on each rank; None if all ranks look up all of them."""
+        """Return the layout of the rows of ``ids``; None if every rank looks up all rows."""
         state, length = self._autopar_rows, ids.shape[1]
         if not state.cutting or (state.tracking is not None and length != state.tracking.prime * state.axis.size):
             return None
         if ids.is_cpu and ids.numel():
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= self.num_embeddings:
-                return None  # raises in the module, on every rank
+                return None  # the module then raises on every rank
         return state.rows_of(length)
 
 
 @dataclass(frozen=True)
-class RowsOfLogits(LogitsPart):
-    """This rank's rows of the logits, ``[batch, rows, vocab]`` or ``[batch * rows, vocab]``."""
+class RowsOfLogits(LogitsShard):
+    """The local rows of the logits, ``[batch, rows, vocab]`` or ``[batch * rows, vocab]``."""
 
     own: torch.Tensor  # [batch, rows/cp, vocab]
     axis: Axis
@@ -245,10 +243,9 @@ class RowsOfLogits(LogitsPart):
     kind = "rows"
     gets_every_gradient = True
     advice = (
-        "Whole logits are gathered when they are read, which takes every context-parallel rank: read them on all of\n"
-        "  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), logits.cpu()), or have "
-        "them\n  gathered in the forward: under torch.no_grad(), or always by loss: {gather_logits: always}.\n"
-        "  loss: {read_timeout: ...} waits longer."
+        "Reading logits gathers them, so every context-parallel rank must read them: put `if rank == 0:` around the\n"
+        "  print, not around the read (logits.argmax(-1), logits.cpu()). Or gather them in the forward: under\n"
+        "  torch.no_grad(), or always with loss: {gather_logits: always}. loss: {read_timeout: ...} waits longer."
     )
 
     @property
@@ -257,7 +254,7 @@ class RowsOfLogits(LogitsPart):
 
     @property
     def deep(self) -> tuple[int, int, int]:
-        """``(batch, rows, vocab)`` of the full logits."""
+        """Shape of the full logits, ``(batch, rows, vocab)``."""
         return self.own.shape[0], self.layout.size, self.own.shape[2]
 
     @property
@@ -273,17 +270,17 @@ class RowsOfLogits(LogitsPart):
         return replace(self, own=self.own.detach())
 
     def gradients(self) -> Gradients:
-        """Return a function that sums the gradients of all ranks: each has one of the full logits."""
+        """Return a function that sums the gradients of all ranks, each of which has one for the full logits."""
         return partial(_gradient_of_rows, self.axis, self.layout)
 
     def gathered(self) -> torch.Tensor:
-        own = self.own.whole() if isinstance(self.own, WholeOnRead) else self.own
+        own = self.own.full() if isinstance(self.own, LazyGatherTensor) else self.own
         full = all_gather(own.detach(), self.axis, self.layout, 1)
         return full.flatten(0, 1) if self.flat else full
 
     def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowsOfLogits | None:
         if name in ("view", "reshape"):
-            full, (batch, rows, vocab) = asked_shape(self.shape, args, kwargs), self.deep
+            full, (batch, rows, vocab) = viewed_shape(self.shape, args, kwargs), self.deep
             return replace(self, flat=full != self.deep) if full in ((batch * rows, vocab), self.deep) else None
         if name == "__getitem__":
             return self._some_rows(args[0])
@@ -291,14 +288,14 @@ class RowsOfLogits(LogitsPart):
             return None
         others = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if any(x.ndim > 1 or x.requires_grad for x in others):
-            return None  # may differ from row to row; has a gradient of all rows
+            return None  # it may differ between rows, or needs the gradients of all rows
         own = getattr(self.own, name)(*args, **kwargs)
         if own is self.own:
             return self
         return replace(self, own=own) if own.shape == self.own.shape else None
 
     def _some_rows(self, index: Any) -> RowsOfLogits | None:
-        """Return some rows of each sequence: ``[:, :-1]``, ``[..., 1:, :]``, ``[:, slice, :]``."""
+        """Return a slice of the rows of each sequence: ``[:, :-1]``, ``[..., 1:, :]``, ``[:, slice, :]``."""
         items = list(index) if isinstance(index, tuple) else [index]
         if self.flat or not all(item is ... or isinstance(item, slice) for item in items):
             return None
@@ -312,7 +309,7 @@ class RowsOfLogits(LogitsPart):
         layout = _clipped(self.layout, start, max(stop, start))
         held = [row for low, high in self.layout.ranges(self.axis.rank) for row in range(low, high)]
         kept = [place for place, row in enumerate(held) if start <= row < stop]
-        first = kept[0] if kept else 0  # rows ascend, so they are one run
+        first = kept[0] if kept else 0  # rows ascend, so the kept ones are contiguous
         own = self.own[:, first : first + len(kept)] if len(kept) < len(held) else self.own
         return replace(self, own=own, layout=layout)
 
@@ -324,7 +321,7 @@ class RowsOfLogits(LogitsPart):
         if not self.flat or reduction not in ("none", "mean", "sum"):
             return None
         ignored = target == ignore_index
-        check_targets(target, ignored, vocab)  # all of them, so that all ranks find the same
+        check_targets(target, ignored, vocab)  # the full targets, so that all ranks raise the same error
         targets = self.layout.shard(target.view(batch, rows), self.axis.rank, 1).reshape(-1)  # [batch * rows/cp]
         losses = F.cross_entropy(
             self.own.reshape(-1, vocab),
@@ -345,7 +342,7 @@ def _gradient_of_rows(axis: Axis, layout: Layout, grad: torch.Tensor) -> Sequenc
 
 
 def _clipped(rows: Layout, start: int, stop: int) -> Layout:
-    """Return the rows ``[start, stop)`` of a layout, counted from ``start``."""
+    """Return the layout of the rows ``[start, stop)``, counted from ``start``."""
     blocks, offset = [], 0
     for block in rows.blocks:
         low, high = (min(max(bound - offset, 0), block.count) for bound in (start, stop))

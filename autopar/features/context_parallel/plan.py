@@ -1,9 +1,9 @@
-"""The dry run of context parallelism: how a model runs over rows of the sequence, found on the meta device.
+"""The dry run of context parallelism: find on the meta device how a model can run over rows of the sequence.
 
-The model's own forward runs with boundaries around its blocks (:mod:`.setup`) while
-:mod:`~autopar.dry_run.row_tracking` follows the rows. A module that mixes them is made to run with all rows: the
-innermost one, then the one around it, up to a block. If rows do not get through to the head, they are joined after the
-last block. Anything left after that is refused, with the module and the operation, before the model is changed.
+The model's forward runs with boundaries around its blocks (:mod:`.setup`), while :mod:`~autopar.dry_run.row_tracking`
+follows the rows. If a module mixes rows, the innermost module there runs with all rows instead, then the next module
+outward, up to the block. If the head cannot get rows, they are gathered after the last block. If this does not suffice,
+the model is refused before it is changed; the error names the module and the operation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.errors import ConfigError
 from autopar.features.context_parallel.lazy_rows import may_own_rows
 from autopar.features.context_parallel.recurrent.plan import Call, hand_on_states
 from autopar.features.context_parallel.setup import apply
-from autopar.features.context_parallel.state import RowPlan, WholeModule, refused_hook
+from autopar.features.context_parallel.state import GatheredModule, RowPlan, refused_hook
 from autopar.plan.stages import StagePlan, elements_of, lies_in
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
@@ -37,14 +37,14 @@ from autopar.swap import argument_names
 
 
 def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowPlan:
-    """Return how ``model`` runs over rows on ``ranks`` ranks; names begin at ``model``. It is only read.
+    """Return the plan for ``model`` over rows on ``ranks`` ranks; its names are relative to ``model``.
 
     Args:
-        model: The Hugging Face model, not yet sharded.
-        prefix: Its path in the names of the policy.
+        model: Hugging Face model, not yet sharded; stays unchanged.
+        prefix: Path of the model in the names of the policy.
 
     Raises:
-        ConfigError: It does not; names the module that mixes rows.
+        ConfigError: The model does not support context parallelism; names the module that mixes rows.
     """
     with kept():
         is_plain = not isinstance(model, PreTrainedModel)
@@ -56,12 +56,12 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
 
 
 def rows(plans: ModelPlans, cp: int) -> RowPlan:
-    """Return the plan of a model for ``cp`` ranks, made once."""
+    """Return the cached plan of a model for ``cp`` ranks."""
     return plans.once(("rows", cp), lambda: plan_rows(plans.inner, plans.policy, plans.prefix, cp))
 
 
 def make(plans: ModelPlans, config: ParallelConfig, stages: StagePlan) -> RowPlan:
-    """Return the plan of a configuration. Raises ConfigError if the model does not fit."""
+    """Return the plan for a configuration; raise ConfigError if the model does not support it."""
     cp = config.context_parallel_size
     plan = rows(plans, cp)
     if config.sequence_parallel and config.tensor_parallel_size > 1:
@@ -70,19 +70,19 @@ def make(plans: ModelPlans, config: ParallelConfig, stages: StagePlan) -> RowPla
 
 
 def check_beside_sequence(model: nn.Module, plan: RowPlan, ranks: int) -> None:
-    """Check that a block's rows can be cut once more over the tensor-parallel ranks, between its regions.
+    """Check that tensor-parallel ranks can shard a block's rows once more, between its regions.
 
     Raises:
-        ConfigError: A module needs all rows: each rank would gather those of its tensor-parallel rank only.
+        ConfigError: A module needs all rows, but would gather them from ranks with the same tensor-parallel rank only.
     """
     reason = ""
     if plan.whole:
         path = min(plan.whole)
-        reason = f"{path} mixes rows, so it runs with all of them: of {len(plan.whole)} modules the first"
+        reason = f"{path} needs all rows (the first of {len(plan.whole)} such modules)"
     elif plan.between:
-        reason = "what runs its blocks may mix rows between them, so each block's are joined"
+        reason = "its code between the blocks may mix rows"
     if reason:
-        raise _refusal(model, ranks, f"beside sequence_parallel: {reason}.\n  Leave sequence_parallel out")
+        raise _refusal(model, ranks, f"with sequence_parallel, {reason}\n  Set sequence_parallel: false.")
 
 
 def _refusal(model: nn.Module, ranks: int, reason: str) -> ConfigError:
@@ -93,19 +93,19 @@ class _Search(RowSearch):
     """The search for the plan of one model.
 
     Attributes:
-        copied, calls: The copy without memory that ran last, and the arguments of its modules with all rows.
+        copied, calls: Meta copy of the last run, and the arguments of its modules that run with all rows.
     """
 
     copied: PreTrainedModel
     calls: dict[str, Call]
-    whole_blocks = outside = True
+    full_blocks = outside = True
 
     def __init__(self, model: nn.Module, prefix: str, elements: Sequence[str], encoder: int | None, ranks: int) -> None:
         super().__init__(model, prefix, elements, encoder, ranks)
         for path, hook in hooks_below(model):
             raise ConfigError(refused_hook(path, hook, ranks))
         words = self.model.get_output_embeddings()
-        # What runs the blocks may add images to all rows between blocks (deepstack). Text alone does not come there.
+        # The caller of the blocks may add images to rows between blocks (deepstack); the text-only dry run misses this.
         runner = model.get_submodule(self.lists[-1][0].rpartition(".")[0].rpartition(".")[0])
         names = inspect.signature(type(runner).forward).parameters
         between = any(part in name for name in names for part in ("deepstack", "visual", "vision", "image"))
@@ -121,11 +121,10 @@ class _Search(RowSearch):
         return _refusal(self.model, self.ranks, reason)
 
     def words(self, failure: Misfit) -> str:
-        there = "Rows of the sequence lie on different ranks there. Leave it out, or use tp"
-        return f"{super().words(failure)}.\n  {there}"
+        return f"{super().words(failure)}\n  Use tensor_parallel_size instead of context_parallel_size."
 
     def find(self) -> None:
-        """Find the plan that fits, with embeddings before the blocks that look up own rows, if that fits too."""
+        """Find the plan; if possible, embeddings before the blocks look up this rank's rows only."""
         if not self._runs_with_own():
             self.settle()
             self._runs_with_own()
@@ -162,7 +161,7 @@ class _Search(RowSearch):
         return True
 
     def attempt(self) -> None:
-        whole = {path: WholeModule() for path in self.wholes}
+        whole = {path: GatheredModule() for path in self.wholes}
         self.plan = replace(self.plan, whole=whole, arguments={}, numbers={}, crosses={})
         model = meta_copy(self.model)
         state = apply(model, self.plan, Axis("cp", None, range(self.ranks), 0), "auto")
@@ -193,7 +192,7 @@ class _Search(RowSearch):
         for module in model.modules():
             names = () if isinstance(module, nn.ModuleList | nn.ModuleDict) else argument_names(module)
             if names[:1] == ("hidden_states",) and {"top_k_index", "top_k_weights"} <= set(names):
-                module.forward = experts  # a token in, a token out, whatever experts were chosen for it
+                module.forward = experts  # works on each token separately, whatever the chosen experts
         try:
             out = self.run(model, self.inputs, tracking, stack)
         except Misfit as failure:
@@ -205,22 +204,22 @@ class _Search(RowSearch):
         if rows := [name for name, value in out.items() if tracking.holds_rows(value)]:
             raise Misfit("", f"{rows[0]} is made of rows")
         if missing := [each[0] for number, each in enumerate(self.plan.lists) if number not in state.entered]:
-            raise Misfit("", f"{missing[0]} does not run over words")
+            raise Misfit("", f"{missing[0]} does not run over tokens")
 
     def _attend(
         self, tracking: RowTracking, module: Any, query: Any, key: Any, value: Any, mask: Any, given: dict[str, Any]
     ) -> torch.Tensor:
-        """Answer in place of attention: note whose keys they are, and return rows."""
+        """Replace attention: record whether the keys are from another sequence, and return rows."""
         if not tracking.holds_rows(query):
-            raise MixedRows("attention of queries that are no rows")
+            raise MixedRows("attention with queries that are not rows")
         if tracking.holds_rows(mask):
-            raise MixedRows("attention whose mask was cut")
+            raise MixedRows("attention with a mask sharded by rows")
         floats = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
         if cut := next((name for name, x in floats.items() if tracking.holds_rows(x)), None):
-            raise MixedRows(f"attention with {cut} of each row")
+            raise MixedRows(f"attention with argument {cut} sharded by rows")
         crosses = not tracking.holds_rows(key)
         if self.plan.crosses.setdefault(module._autopar_path, crosses) != crosses:
-            raise MixedRows("attention of its own rows one time and of another sequence the other time")
+            raise MixedRows("attention once to the same sequence and once to another sequence")
         with tracking.paused():
             made = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
         return tracking.mark_rows(made)

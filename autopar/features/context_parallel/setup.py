@@ -1,10 +1,10 @@
-"""The step of ``initialize``: boundaries of blocks, attention over rows, and logits of rows.
+"""The step of ``initialize`` for context parallelism: block boundaries, attention over rows, and logits of rows.
 
-The sequence is cut into rows before the first block of a list, and joined after the last. Everything before the first
-block is the model's own and sees the full sequence: positions, masks, documents, and embeddings, which may be lazy
-tensors (:mod:`autopar.features.context_parallel.lazy_rows`). A block gets this rank's rows of the hidden states and of
-whatever else has a row for each position; masks stay full. Modules that need all rows gather them, and keep their own
-of what they return.
+The first block of a list shards the sequence into rows, and the last block gathers them. Code before the first block
+sees the full sequence: positions, masks, documents, and embeddings, which may be lazy tensors
+(:mod:`autopar.features.context_parallel.lazy_rows`). A block gets this rank's rows of the hidden states and of each
+other argument with one row per position; masks stay full. A module that needs all rows gathers its arguments and keeps
+this rank's rows of its result.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.attention import Implementation, register
-from autopar.features.context_parallel.lazy_rows import LazyRows, OwnRows, RowsOfLogits, whole_tensors
+from autopar.features.context_parallel.lazy_rows import LazyRows, OwnRows, RowsOfLogits, full_tensors
 from autopar.features.context_parallel.recurrent.state_passing import StatesOfRank, own_arguments, place_of, with_states
-from autopar.features.context_parallel.state import RowPlan, RowState, WholeModule, entered, join
+from autopar.features.context_parallel.state import GatheredModule, RowPlan, RowState, entered, join
 from autopar.layout import Layout
 from autopar.plan.stages import lies_in
 from autopar.setup.steps import Given, Parallelized
@@ -39,7 +39,7 @@ _MODELS = itertools.count(1)
 
 
 def run_on_rows_of_sequences(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Inside the hooks of tensor parallelism: these see the full batch, and what they call sees this rank's rows."""
+    """Set up context parallelism inside the hooks of tensor parallelism, which see the full batch."""
     plan, config = state.features["context_parallel"], state.config
     always = config.loss_gather_logits == "always"
     rows = apply(state.inner_of(model), plan, state.mpu.cp, config.context_parallel_method, gather_logits=always)
@@ -48,16 +48,16 @@ def run_on_rows_of_sequences(model: nn.Module, state: Parallelized, given: Given
 
 
 def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_logits: bool = False) -> RowState:
-    """Put boundaries around the blocks of ``model`` and attention over rows into them, in place; no communication.
+    """Add block boundaries and attention over rows to ``model`` in place, without communication.
 
     Args:
-        model: The Hugging Face model inside; names of the plan begin there.
-        gather_logits: Switch for logits that are gathered in every forward, not only when they are read.
+        model: Inner Hugging Face model; names in the plan are relative to it.
+        gather_logits: True to gather logits in every forward, not only when they are read.
     """
     register()
     state = RowState(axis, method, plan)
     state.gathers_logits = gather_logits
-    if axis.group is not None:  # not in a dry run, which some ranks may leave out
+    if axis.group is not None:  # not in a dry run, which may not run on all ranks
         state.region.model = str(next(_MODELS))
     state.region.find_dropout(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -120,16 +120,16 @@ class BeforeRows(_RowHook):
         if state.running > 1:
             if state.cutting and any(map(holds_tokens, caches)):
                 raise ConfigError(
-                    f"context_parallel_size={state.axis.size}: {type(model).__name__} is given keys and values that "
-                    "another part of the model has cached in this forward, of this rank's rows only.\n  Use "
-                    "tensor_parallel_size, or sequence_parallel."
+                    f"context_parallel_size={state.axis.size}: {type(model).__name__} must not get keys and values "
+                    "cached in this forward, which cover this rank's rows only\n  Use tensor_parallel_size, with or "
+                    "without sequence_parallel."
                 )
             return None
         cached = kwargs.get("use_cache") is True or bool(caches)
         if not cached and (kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False)):
             raise ConfigError(
-                "output_attentions=True: with context_parallel_size="
-                f"{state.axis.size} no rank has a map of rows by rows. Leave it out, or use the plain model for maps."
+                f"output_attentions=True is not supported with context_parallel_size={state.axis.size}\n"
+                "  Remove it, or use the plain model for attention maps."
             )
         if not cached and state.refused:
             raise ConfigError(state.refused)
@@ -141,7 +141,7 @@ class BeforeRows(_RowHook):
 
 
 class AfterRows(_RowHook):
-    """Forward hook, called after an error too: gather outputs that were collected inside of blocks."""
+    """Forward hook, called after an error too: gather outputs collected inside blocks."""
 
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         state = self.state
@@ -150,13 +150,13 @@ class AfterRows(_RowHook):
         if state.cutting and isinstance(output, dict):
             output = _joined(output, state, outermost=outermost)
         if outermost:
-            output = whole_tensors(output) if state.cutting else output
+            output = full_tensors(output) if state.cutting else output
             state.finish(failed=output is None)
         return output
 
 
 def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:
-    """Gather outputs that were collected from blocks; a cache that the model made for itself is empty."""
+    """Gather outputs collected from blocks, and drop the empty cache that the model made itself."""
     changed: dict[str, Any] = {}
     for name, value in output.items():
         if outermost and isinstance(value, Cache):
@@ -164,8 +164,8 @@ def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:
         if (name in _ROUTERS or (outermost and name in _HIDDEN)) and isinstance(value, tuple | list):
             number = len(state.plan.lists) - 1
             if name.startswith("encoder"):
-                number -= 1  # none: the encoder ran whole
-            changed[name] = _whole(value, state, number)
+                number -= 1  # no such list if the encoder ran on full sequences
+            changed[name] = _gathered(value, state, number)
     return type(output)(**{**output, **changed}) if changed else output
 
 
@@ -173,11 +173,11 @@ _ROUTERS = ("router_logits", "encoder_router_logits", "decoder_router_logits")
 _HIDDEN = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
-def _whole(value: Any, state: RowState, number: int) -> Any:
-    """Gather the output of a block if it has own rows; that of a module with all rows is equal on all ranks."""
+def _gathered(value: Any, state: RowState, number: int) -> Any:
+    """Gather the output of a block if it has this rank's rows; the output of a module with all rows is full already."""
     layout = state.layouts.get(number)
     if isinstance(value, tuple | list):
-        return type(value)(_whole(x, state, number) for x in value)
+        return type(value)(_gathered(x, state, number) for x in value)
     if not isinstance(value, torch.Tensor) or layout is None or value.ndim < 2:
         return value
     own, dim = layout.local_size(state.axis.rank), 1 if value.ndim > 2 else 0  # [batch * rows, experts]
@@ -186,7 +186,7 @@ def _whole(value: Any, state: RowState, number: int) -> Any:
 
 
 class BeforeHead(_RowHook):
-    """Forward pre-hook of the head: it makes the logits of this rank's rows only."""
+    """Forward pre-hook of the head, which then computes logits for this rank's rows only."""
 
     def __call__(self, head: Any, args: tuple[Any, ...]) -> Any:
         state = self.state
@@ -202,7 +202,7 @@ class BeforeHead(_RowHook):
 
 
 class AfterHead(_RowHook):
-    """Forward hook of the head: its logits of own rows are gathered lazily."""
+    """Forward hook of the head, which makes its logits of this rank's rows gather lazily."""
 
     def __call__(self, head: Any, args: Any, logits: torch.Tensor) -> torch.Tensor | None:
         state = self.state
@@ -218,19 +218,19 @@ class AfterHead(_RowHook):
         return made.gathered() if at_once else made
 
 
-# -- blocks, and modules inside of them ---------------------------------------------------------------------------
+# -- blocks, and modules inside them ------------------------------------------------------------------------------
 
 _FULL = ("mask", "alibi", "cross_attention", "cu_seq")
-"""Parts of the names of arguments of blocks that stay full: masks, and, as ``encoder_``, of another sequence."""
+"""Parts of names of block arguments that stay full: masks. (``encoder_...``: arguments of another sequence.)"""
 
 
 class BlockBoundary:
-    """Class before that of a block."""
+    """Class mixed into a block; comes first in the MRO."""
 
     training: bool
     _gradient_checkpointing_func: Callable[..., Any]
     _autopar_rows: RowState
-    _autopar_place: tuple[int, bool, bool]  # number of its list, whether it is the first in it, and the last
+    _autopar_place: tuple[int, bool, bool]  # number of its list, and whether it is the first and the last block in it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state, (number, first, last) = self._autopar_rows, self._autopar_place
@@ -250,12 +250,12 @@ class BlockBoundary:
         state.region.draw_per_rank(self.training)
         recompute = vars(self).get(RECOMPUTE)
         if recompute is not None and not isinstance(recompute, Recomputed):
-            for module in self.modules():  # type: ignore[attr-defined]  # also layers that are recomputed by themselves
+            for module in self.modules():  # type: ignore[attr-defined]  # also layers recomputed separately
                 plain = vars(module).get(RECOMPUTE)
                 if plain is not None and not isinstance(plain, Recomputed):
                     module._gradient_checkpointing_func = Recomputed(plain, state)
-        whole = first or state.plan.between
-        enter = lambda name, x: self._enter(name, x, layout, whole=whole or name != hidden)  # noqa: E731
+        full = first or state.plan.between
+        enter = lambda name, x: self._enter(name, x, layout, full=full or name != hidden)  # noqa: E731
         args, kwargs = change_given(self, args, kwargs, enter)
         out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if not (last or state.plan.between):
@@ -266,11 +266,11 @@ class BlockBoundary:
             state.inside.discard(number)
         return _join(state, layout, out, keeps=keeps)
 
-    def _enter(self, name: str, value: Any, layout: Layout, *, whole: bool) -> Any:
-        """Return this rank's part of an argument."""
+    def _enter(self, name: str, value: Any, layout: Layout, *, full: bool) -> Any:
+        """Return this rank's rows of an argument, or all of an argument that stays full."""
         if isinstance(value, Cache):
-            return None  # an empty one, which the model made for itself
-        if not whole or name.startswith("encoder_") or any(part in name for part in _FULL):
+            return None  # empty, and made by the model itself
+        if not full or name.startswith("encoder_") or any(part in name for part in _FULL):
             return value
         state = self._autopar_rows
 
@@ -281,9 +281,9 @@ class BlockBoundary:
                 return x
             dim = _dim_of_rows(place_of(path, x, name), x, layout.size, state)
             if dim is None:
-                return whole_tensors(x)
+                return full_tensors(x)
             opened = x.opened(layout, dim) if isinstance(x, LazyRows) else None
-            return state.narrow(whole_tensors(x), layout, dim) if opened is None else opened
+            return state.narrow(full_tensors(x), layout, dim) if opened is None else opened
 
         return tree_map_with_path(own, value)
 
@@ -293,13 +293,13 @@ def _length(name: str, x: Any, state: RowState) -> int:
     if not isinstance(x, torch.Tensor) or x.ndim < 3:
         return 0
     if state.tracking is not None:
-        whole = state.tracking.prime * state.axis.size
-        return whole if list(x.shape).count(whole) == 1 and not state.tracking.holds_rows(x) else 0
+        length = state.tracking.prime * state.axis.size
+        return length if list(x.shape).count(length) == 1 and not state.tracking.holds_rows(x) else 0
     return x.shape[state.plan.arguments.get(place_of((), x, name), 1)]
 
 
 def _join(state: RowState, layout: Layout, out: Any, *, keeps: bool) -> Any:
-    """Gather the rows of the result of a block, unless this forward ``keeps`` them; of a tuple, the hidden states."""
+    """Gather the rows in a block's result, unless this forward ``keeps`` them up to the head."""
     own, seen = layout.local_size(state.axis.rank), state.plan.arguments
 
     def full(path: Any, x: Any) -> Any:
@@ -316,7 +316,7 @@ def _join(state: RowState, layout: Layout, out: Any, *, keeps: bool) -> Any:
 
 
 def _dim_of_rows(path: str, x: torch.Tensor, length: int, state: RowState) -> int | None:
-    """Return the dim that has a row for each position; as the dry run saw it, else the one that is as long."""
+    """Return the dim of rows, as recorded in the dry run; otherwise the dim of size ``length``, or None."""
     fitting = [dim for dim, size in enumerate(x.shape) if size == length]
     seen = state.plan.arguments
     if state.tracking is not None and (fitting or path not in seen) and not state.tracking.holds_rows(x):
@@ -325,14 +325,14 @@ def _dim_of_rows(path: str, x: torch.Tensor, length: int, state: RowState) -> in
         return seen[path] if seen[path] in fitting else None
     if len(fitting) > 1 and not (x.ndim <= 3 and 1 in fitting):
         raise ConfigError(
-            f"context_parallel_size: argument {path} of a block has shape {list(x.shape)}, and {length} rows can be "
-            f"its dims {' and '.join(map(str, fitting))}: another length of the sequence tells them apart"
+            f"context_parallel_size: argument {path} of a block must have one dim of {length} rows, got shape "
+            f"{list(x.shape)}\n  Use another sequence length."
         )
     return 1 if len(fitting) > 1 else next(iter(fitting), None)
 
 
 def _check_number(name: str, number: int, state: RowState) -> None:
-    """Check that an integer argument of a block was one in the dry run: it may count rows."""
+    """Check that the dry run saw the value of an integer argument of a block, which may be a number of rows."""
     if name.startswith(("max_length_", "max_seqlen_", "num_items_in_batch")):
         return  # counts of full sequences, for the attention function and for the loss
     seen = state.plan.numbers.setdefault(name, set())
@@ -343,13 +343,13 @@ def _check_number(name: str, number: int, state: RowState) -> None:
     elif number not in seen:
         known = ", ".join(map(str, sorted(seen)[:8])) or "none"
         raise ConfigError(
-            f"context_parallel_size={state.axis.size}: a block was given {name}={number}, which may count rows; seen "
-            f"before were: {known}. These inputs need the plain model, or tensor_parallel_size."
+            f"context_parallel_size={state.axis.size}: expected argument {name} of a block to be one of {known}, got "
+            f"{number}, which may count rows\n  Use the plain model, or tensor_parallel_size, for these inputs."
         )
 
 
 class Recomputed:
-    """A checkpoint function that recomputes a block with the rows that it had in its forward."""
+    """A checkpoint function that recomputes a block with the rows of its forward."""
 
     def __init__(self, plain: Callable[..., Any], state: RowState) -> None:
         self.plain, self.state = plain, state
@@ -365,10 +365,10 @@ class Recomputed:
 
 
 class NeedsAllRows:
-    """Class before that of a module that mixes rows: it runs with all rows on every rank, or passes states."""
+    """Class mixed into a module that mixes rows: it runs with all rows on every rank, or passes states."""
 
     _autopar_rows: RowState
-    _autopar_whole: tuple[int, WholeModule, str]  # number of its list, how it runs, its path
+    _autopar_whole: tuple[int, GatheredModule, str]  # number of its list, how it runs, its path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state, (number, where, path) = self._autopar_rows, self._autopar_whole
@@ -381,18 +381,18 @@ class NeedsAllRows:
                 anchors = (*tensors_in(own), *self.parameters())  # type: ignore[attr-defined]
                 states = StatesOfRank(where.states, state.links, path, anchors)
                 args, kwargs = with_states(self, own, where.states, states)
-                return states.behind(super().__call__(*args, **kwargs))  # type: ignore[misc]
+                return states.tie(super().__call__(*args, **kwargs))  # type: ignore[misc]
         args, kwargs = self._gather((args, kwargs), state, number, layout, where)
         state.cutting = False
         try:
             paused = contextlib.nullcontext() if state.tracking is None else state.tracking.paused()
-            with paused, state.region.outside():  # all ranks compute the same, and drop the same
+            with paused, state.region.outside():  # all ranks compute the same, with the same dropout
                 out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
             state.cutting = True
         return _own_part(out, state, layout, where)
 
-    def _gather(self, values: Any, state: RowState, number: int, layout: Layout, where: WholeModule) -> Any:
+    def _gather(self, values: Any, state: RowState, number: int, layout: Layout, where: GatheredModule) -> Any:
         own = layout.local_size(state.axis.rank)
 
         def gather(path: Any, x: Any) -> Any:
@@ -403,18 +403,18 @@ class NeedsAllRows:
                 found = next(d for d, size in enumerate(x.shape) if size and size % own == 0)
                 where.inputs[name], where.folded[name] = found, x.shape[found] // own
             dim = where.inputs.get(name)
-            before = state.whole_of(x)
+            before = state.full_of(x)
             if dim is None or before is not x:
                 return before
-            folded = where.folded[name]  # how often rows lie in the dim: once, or for each sequence
-            times = 1 if folded == 1 else folded // (state.axis.size + 1) * state.batches[number]  # sequences there
+            folded = where.folded[name]  # multiple of the rows in the dim: 1, or once per sequence
+            times = 1 if folded == 1 else folded // (state.axis.size + 1) * state.batches[number]  # in this forward
             if x.shape[dim] == layout.size * times:
                 return x
             if x.shape[dim] != own * times:  # the same on all ranks, whose rows differ in number
                 raise ConfigError(
-                    f"context_parallel_size={state.axis.size}: argument {name} of a module that needs all rows has "
-                    f"shape {list(x.shape)}:\n  neither {own * times} nor {layout.size * times} in dim {dim}. These "
-                    "inputs need tensor_parallel_size, or sequence_parallel."
+                    f"context_parallel_size={state.axis.size}: argument {name} of a module that needs all rows must "
+                    f"have {own * times} or {layout.size * times} rows in dim {dim}, got shape {list(x.shape)}\n"
+                    "  Use tensor_parallel_size for these inputs, with or without sequence_parallel."
                 )
             return gather_all(x, state, layout, dim)
 
@@ -422,7 +422,7 @@ class NeedsAllRows:
 
 
 def gather_all(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> torch.Tensor:
-    """Gather rows along ``dim``, in which the batch may be too: ``[batch * rows, ...]``."""
+    """Gather rows along ``dim``, which may include the batch: ``[batch * rows, ...]``."""
     own = layout.local_size(state.axis.rank)
     if own and x.shape[dim] != own:
         parts = x.unflatten(dim, (-1, own))
@@ -432,7 +432,7 @@ def gather_all(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> to
     return state.unmark(all_gather(x, state.axis, layout, dim))
 
 
-def _own_part(out: Any, state: RowState, layout: Layout, where: WholeModule) -> Any:
+def _own_part(out: Any, state: RowState, layout: Layout, where: GatheredModule) -> Any:
     def own(path: Any, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x

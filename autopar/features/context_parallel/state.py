@@ -1,8 +1,8 @@
-"""State of a forward over local sequences: whether it is sharded, and which rows of each list of blocks lie here.
+"""The state of a forward over sharded sequences, and the local rows of each list of blocks.
 
-Where rows are gathered, every rank computes the same from there on, the loss too; in the backward pass the gradients of
-all ranks are summed for each row. Before that the gradient on each rank is that of its rows: a part, which the average
-over ranks adds up. A value that is not a sum of parts (a penalty on gradients) cannot be computed from them.
+After rows are gathered, every rank computes the same, including the loss. In the backward pass the gradients of all
+ranks are summed at the gather. Before it, each rank has the gradients of its local rows only; the average over ranks
+adds them up. So values that are not sums over rows, such as a gradient penalty, are not supported.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from autopar.tensor_parallel.regions import Region
 
 
 def refused_hook(path: str, hook: Any, ranks: int) -> str:
-    """Return the error of a user hook where ``ranks`` context-parallel ranks share each sequence."""
+    """Return the error message for a user hook that would see sequences sharded over ``ranks`` ranks."""
     return (
         f"context_parallel_size={ranks}: the hook {described(hook)} on {path} would get this rank's part of each "
-        "sequence.\n  Call autopar.local_hooks(module) if it is written for that. Otherwise remove it, or use "
+        "sequence.\n  Call autopar.local_hooks(module) if the hook supports that. Otherwise remove it, or use "
         "tensor_parallel_size,\n  with which hooks get full tensors."
     )
 
 
 @dataclass
-class WholeModule:
-    """A module that runs with all rows on every rank: where its arguments and outputs hold rows.
+class GatheredModule:
+    """A module that runs on full sequences on every rank, with the dims of rows in its arguments and outputs.
 
     Attributes:
-        inputs: Path in ``(args, kwargs)`` -> dim of rows; ``folded``: how many times they lay in it in the dry run.
+        inputs: Path in ``(args, kwargs)`` -> dim of rows.
+        folded: Path in ``(args, kwargs)`` -> number of times that the rows are repeated in this dim.
         outputs: Path in the result -> dim of rows.
-        states: States that it passes on, to run over own rows instead; None: it needs all rows.
+        states: States that it passes between ranks to run on local rows instead; None if it needs full sequences.
     """
 
     inputs: dict[str, int] = field(default_factory=dict)
@@ -54,24 +55,24 @@ class WholeModule:
 
 @dataclass
 class RowPlan:
-    """How a model runs over local sequences, as a dry run found it (:mod:`autopar.features.context_parallel.plan`).
+    """The plan of a model over sharded sequences, found by a dry run (:mod:`autopar.features.context_parallel.plan`).
 
     Attributes:
-        lists: Paths of the blocks of each list that is sharded.
-        arguments: Argument of a block, and path in it -> dim of rows.
-        numbers: Argument of a block -> integers that it was given.
-        whole: Path of a module -> how it runs with all rows.
-        own: Paths of embeddings before the blocks that look up own rows.
+        lists: Paths of the blocks of each list that runs on sharded sequences.
+        arguments: Name of a block argument, and path in it -> dim of rows.
+        numbers: Name of a block argument -> integers that it had.
+        whole: Path of a module -> description of its run on full sequences.
+        own: Paths of embeddings before the blocks that look up local rows only.
         crosses: Path of a module that calls attention -> whether its keys belong to another sequence.
-        head: Path of the head that makes logits of own rows; None without one.
-        between: True if code between the blocks needs all rows: then each block is sharded and joined separately.
-        through: True if rows stay on their ranks from the last block to the head; else they are joined between.
+        head: Path of the head that makes logits of local rows; None without one.
+        between: True if code between blocks needs full sequences, so that each block shards and gathers them.
+        through: True if sequences stay sharded from the last block to the head.
     """
 
     lists: tuple[tuple[str, ...], ...]
     arguments: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, set[int]] = field(default_factory=dict)
-    whole: dict[str, WholeModule] = field(default_factory=dict)
+    whole: dict[str, GatheredModule] = field(default_factory=dict)
     own: tuple[str, ...] = ()
     crosses: dict[str, bool] = field(default_factory=dict)
     head: str | None = None
@@ -84,29 +85,33 @@ class RowPlan:
 
     @property
     def in_runs(self) -> bool:
-        """Whether each rank's rows are one run, since states are handed on from one rank to the next."""
+        """True if the local rows must be contiguous, because states pass from rank to rank."""
         return any(where.states is not None for where in self.whole.values())
 
 
 class RowState:
-    """Rows of the forward that runs. One per model.
+    """The rows of the current forward; one object per model.
 
     Args:
         axis: The cp axis.
         method: ``ulysses``, ``gather`` or ``auto``.
 
     Attributes:
-        cutting: True while blocks get own rows; False in a forward with a cache, and in a module that needs all rows.
-        keeping: True if rows stay on their ranks after the last block, up to the logits.
-        refused: Error of a forward over local sequences while user hooks are registered; "" without them.
+        cutting: True while blocks get local rows; False in a forward with a cache, and in a module on full sequences.
+        keeping: True if sequences stay sharded after the last block, up to the logits.
+        refused: Error for a forward over sharded sequences with user hooks; "" without hooks.
         gathers_logits: True if logits are gathered in every forward.
-        resuming: True while a block is recomputed that knows its rows.
-        watch, tracking: Only in a dry run: the answer in place of attention, and the marks on rows.
-        opened, spoiled: Embeddings whose rows reached a boundary, and those that were read in full before it.
-        region: Random draws that differ over the axis.
-        links: The ranks next to this one, to which states are passed.
-        entered: Lists of blocks that ran over rows; ``inside``: those whose rows are not joined yet.
-        batches, layouts: List of blocks -> number of its sequences, and their rows; none if it is not sharded.
+        resuming: True while a block with known rows is recomputed.
+        watch: Replacement for attention in a dry run, or None.
+        tracking: :class:`~autopar.dry_run.row_tracking.RowTracking` of a dry run, or None.
+        opened: Paths of embeddings whose local rows reached a boundary.
+        spoiled: Paths of embeddings that were read in full before a boundary.
+        region: Region for random draws that differ over the axis.
+        links: Links to the neighboring ranks, for states.
+        entered: Numbers of the lists of blocks that ran on sharded sequences.
+        inside: Numbers of the lists whose rows are not gathered yet.
+        batches: Number of a list of blocks -> number of its sequences.
+        layouts: Number of a list of blocks -> layout of its rows, if it is sharded.
     """
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
@@ -124,7 +129,7 @@ class RowState:
         self.batches: dict[int, int] = {}
         self.layouts: dict[int, Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._dicts: dict[nn.Module, list[dict[int, Any]]] = {}  # torch's dicts of hooks, of each model
+        self._dicts: dict[nn.Module, list[dict[int, Any]]] = {}  # model -> torch's dicts of hooks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowState:
         copied = memo[id(self)] = RowState(self.axis, self.method, self.plan)
@@ -132,7 +137,7 @@ class RowState:
         return copied
 
     def start(self, *, cutting: bool, keeping: bool) -> None:
-        """Begin the forward of the outermost model."""
+        """Start the forward of the outermost model."""
         self.release()
         if cutting and self.plan.in_runs and self.axis.group is not None:
             self.links.begin()
@@ -141,7 +146,7 @@ class RowState:
         self.cutting, self.keeping, self.was_cut = cutting, cutting and keeping, cutting
 
     def finish(self, *, failed: bool = False) -> None:
-        """End it, also one that failed."""
+        """End the forward of the outermost model, including a failed one."""
         if failed:
             self.links.failed = True
         else:
@@ -151,9 +156,7 @@ class RowState:
         self.release()
 
     def find_hooks(self, model: nn.Module) -> dict[str, str]:
-        """Refuse a forward of ``model`` over local sequences while user hooks below it are registered that are not
-        local; return where they are, for ranks to compare.
-        """
+        """Refuse sharded sequences if ``model`` has user hooks; return the places of the hooks, for rank checks."""
         if model not in self._dicts:
             self._dicts[model] = [hooks_of(m, kind) for path, m in model.named_modules() if path for kind in HOOKS]
         found = [*hooks_below(model)] if any(self._dicts[model]) else []
@@ -168,14 +171,14 @@ class RowState:
         self._narrowed.clear()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the attributes that differ between forwards, for the recomputation of a block."""
+        """Return the attributes that differ between forwards, to recompute a block."""
         positions = {key: pair for key, pair in self._narrowed.items() if not pair[0].is_floating_point()}
         settings = {"cutting": self.cutting, "keeping": self.keeping, "batches": dict(self.batches)}
         return {**settings, "layouts": dict(self.layouts), "_narrowed": positions, "resuming": True}
 
     @contextmanager
     def resumed(self, forward: dict[str, Any]) -> Iterator[None]:
-        """Recompute a block inside, with the snapshot of its forward."""
+        """Restore the snapshot of a forward inside, to recompute a block."""
         now = {name: getattr(self, name) for name in forward}
         narrowed = {**self._narrowed, **forward["_narrowed"]}
         vars(self).update({**forward, "layouts": dict(forward["layouts"]), "_narrowed": narrowed})
@@ -185,19 +188,18 @@ class RowState:
             vars(self).update(now)
 
     def check_recomputed(self) -> None:
-        """Raise ConfigError if a block is recomputed by code that does not know its rows."""
+        """Raise ConfigError if code that does not restore the rows recomputes a block."""
         if self.was_cut and not self.running and not self.resuming and in_backward():
             raise ConfigError(
-                f"context_parallel_size={self.axis.size}: a block is recomputed in the backward pass, and nobody knows "
-                "which rows it had.\n  Use activation_checkpointing: {enable: true}, or "
-                "model.gradient_checkpointing_enable(), instead of torch's checkpoint around it."
+                f"context_parallel_size={self.axis.size} is not supported with torch's checkpoint around a block\n"
+                "  Use activation_checkpointing: {enable: true}, or model.gradient_checkpointing_enable()."
             )
 
     def enter(self, number: int, length: int, batch: int) -> None:
-        """Begin a list of blocks with ``batch`` sequences of ``length`` rows; too few are not sharded."""
+        """Start a list of blocks with ``batch`` sequences of ``length`` rows; short sequences are not sharded."""
         self.batches[number] = batch
         if self.tracking is not None and length != self.tracking.prime * self.axis.size:
-            return  # no words: sound, or an image
+            return  # audio or an image, not text
         self.entered.add(number)
         self.layouts.pop(number, None)
         layout = self.rows_of(length)
@@ -210,7 +212,7 @@ class RowState:
         return rows_layout(length, self.axis.size, zigzag=self.method != "ulysses" and not self.plan.in_runs)
 
     def narrow(self, x: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
-        """Keep this rank's rows of ``x``; of a tensor without gradient, as rotary angles, once for all blocks."""
+        """Return the local rows of ``x``; cached for all blocks if ``x`` has no gradient, such as rotary angles."""
         if x.requires_grad and torch.is_grad_enabled():
             return self.mark(layout.shard(x, self.axis.rank, dim))
         known = self._narrowed.get(id(x))
@@ -219,30 +221,30 @@ class RowState:
             self._narrowed[id(known[1])] = (known[1], x)
         return known[1]
 
-    def whole_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor of which ``x`` is this rank's rows; ``x`` itself if that is not known."""
+    def full_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor whose local rows are ``x``, or ``x`` if it is unknown."""
         known = self._narrowed.get(id(x))
         return x if known is None or known[0] is not x or known[1].numel() <= x.numel() else known[1]
 
     def mark(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, which is own rows from here on."""
+        """Mark ``x`` as local rows in a dry run; return it."""
         if self.tracking is not None:
             self.tracking.mark_rows(x)
         return x
 
     def unmark(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, in full from here on; in a dry run another tensor."""
-        return x if self.tracking is None else self.tracking.whole(x)
+        """Return ``x`` as a full tensor; in a dry run a new tensor."""
+        return x if self.tracking is None else self.tracking.unmarked(x)
 
 
-# -- rows joined ---------------------------------------------------------------------------------------------------
+# -- gather rows ---------------------------------------------------------------------------------------------------
 
 
 def join(x: torch.Tensor, axis: Axis, dim: int, rows: Layout) -> torch.Tensor:
     """Gather rows along ``dim``, ``[..., rows/cp, ...] -> [..., rows, ...]``.
 
     Raises:
-        ConfigError: In a backward pass that is to be differentiated.
+        ConfigError: In a backward pass with ``create_graph=True``.
     """
     if x.requires_grad and torch.is_grad_enabled():
         x = _Parts.apply(x)
@@ -250,7 +252,7 @@ def join(x: torch.Tensor, axis: Axis, dim: int, rows: Layout) -> torch.Tensor:
 
 
 class _Parts(torch.autograd.Function):
-    """The identity, after which gradients are full, and before which they are parts."""
+    """The identity; gradients are full after it and partial before it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -264,7 +266,7 @@ class _Parts(torch.autograd.Function):
 
 
 def entered(values: Any, axis: Axis) -> Any:
-    """Return the arguments of a model, so that those with a gradient get the full one, on every rank."""
+    """Return the arguments of a model so that they get full gradients on every rank."""
 
     def full(x: Any) -> Any:
         wants = type(x) in PLAIN and x.requires_grad and torch.is_grad_enabled()
@@ -274,7 +276,7 @@ def entered(values: Any, axis: Axis) -> Any:
 
 
 class _Entered(torch.autograd.Function):
-    """The identity, before which gradients are full, and after which they are parts, scaled for an average."""
+    """The identity; gradients are full before it, and partial and scaled for an average after it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -283,7 +285,7 @@ class _Entered(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @named_collective("all-reduce: gradient of what the model is given")
+    @named_collective("all-reduce: gradient of the model's inputs")
     @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return reduce(grad, ctx.axis) / ctx.axis.size, None

@@ -1,4 +1,4 @@
-"""A ``DataLoader`` for data-parallel replicas, whose place can be saved; values of samples gathered from them."""
+"""A resumable ``DataLoader`` for data-parallel replicas, and a function that gathers their results."""
 
 from autopar.registry import Feature
 
@@ -6,6 +6,6 @@ _NAMES = ("gather_for_metrics", "prepare_dataloader")
 
 FEATURE = Feature(
     name="data_loader",
-    about="batches for data-parallel replicas, and their results in the order of the dataset",
+    about="batches for data-parallel replicas, and results gathered in the order of the dataset",
     names={name: f"autopar.features.data_loader.loader:{name}" for name in _NAMES},
 )

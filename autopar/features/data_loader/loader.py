@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 class ReplicaDataLoader(DataLoader[Any]):
-    """A ``DataLoader`` with :meth:`set_epoch`, whose place in the data can be saved."""
+    """A resumable ``DataLoader`` with :meth:`set_epoch`."""
 
-    is_of_replicas = True  # batches are this replica's already
+    is_of_replicas = True  # its batches are already sharded over replicas
     _seed: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle by the epoch's number, identically on all ranks. Call it before iterating."""
+        """Set the epoch, which determines the shuffled order on all ranks. Call it before iterating."""
         targets: tuple[Any, ...] = (self.batch_sampler, self.sampler, self.dataset)
         for target in (target for target in targets if hasattr(target, "set_epoch")):
             target.set_epoch(epoch)
@@ -34,31 +34,31 @@ class ReplicaDataLoader(DataLoader[Any]):
             self.generator.manual_seed(self._seed + epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data, for ``save_parallelized(extra={"loader": loader.state_dict()})``.
+        """Return the position in the data, for ``save_parallelized(extra={"loader": loader.state_dict()})``.
 
-        Batches that the loop has received count as seen. Plain data, the same on every rank. Raises ConfigError for a
-        stream, or with ``even_batches=False``.
+        Batches that the loop has received count as seen. The state is plain data, identical on all ranks. Raises
+        ConfigError for a stream, and with ``even_batches=False``.
         """
         sampler = self._resumable()
         return {"epoch": sampler.epoch, "samples": sampler.samples, **sampler.order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`: the next iteration has the rest of that epoch, later ones all samples.
+        """Continue from :meth:`state_dict`: the next iteration yields the rest of that epoch, later ones all samples.
 
-        Call ``set_epoch(state["epoch"])`` as before, or not at all. The number of replicas and the batch size may
-        change; the order of the samples is the same.
+        Calling ``set_epoch(state["epoch"])`` is optional. The number of replicas and the batch size may change; the
+        order of the samples stays.
 
         Raises:
-            ConfigError: The dataset, seed or order is another one; a stream, or ``even_batches=False``.
+            ConfigError: The dataset, seed or shuffling differs, the dataset is a stream, or ``even_batches=False``.
         """
         sampler = self._resumable()
         different = {name: (state.get(name), x) for name, x in sampler.order().items() if state.get(name) != x}
         if different:
-            listed = ", ".join(f"{name}={was} then and {now} now" for name, (was, now) in different.items())
+            listed = ", ".join(f"expected {name}={was}, got {now}" for name, (was, now) in different.items())
             raise ConfigError(
-                f"the state of a data loader is of another order of samples: {listed}.\n"
-                "  Give prepare_dataloader the same dataset, shuffle and seed; batch_size and the number of replicas "
-                "may differ."
+                f"the state of a data loader is for another order of samples: {listed}.\n"
+                "  Call prepare_dataloader with the same dataset, shuffle and seed; batch_size and the number of "
+                "replicas may differ."
             )
         sampler.set_epoch(int(state["epoch"]))
         sampler.samples = int(state["samples"])
@@ -78,14 +78,14 @@ class ReplicaDataLoader(DataLoader[Any]):
     def _resumable(self) -> ResumableSampler:
         if not isinstance(self.sampler, ResumableSampler):
             raise ConfigError(
-                "the place in the data is that of a map-style dataset with even_batches=True: save that of a stream "
-                "yourself"
+                "the state of a data loader requires a map-style dataset and even_batches=True\n"
+                "  Save the position in a stream in your own code."
             )
         return self.sampler
 
 
 class _EveryNth(IterableDataset[Any]):
-    """Samples ``rank, rank + size, ...`` of a stream, without an incomplete last round if ``even``."""
+    """Samples ``rank, rank + size, ...`` of a stream; with ``even`` an incomplete last round is dropped."""
 
     def __init__(self, stream: IterableDataset[Any], rank: int, size: int, even: bool) -> None:
         self.stream, self.rank, self.size, self.even = stream, rank, size, even
@@ -106,7 +106,7 @@ class _EveryNth(IterableDataset[Any]):
 
 
 class _Unrepeated(Sampler[list[int]]):
-    """Batches of the samples ``rank, rank + size, ...``, each once; as many on every rank, the last ones smaller."""
+    """Batches of the samples ``rank, rank + size, ...``, each sample once, with equally many batches on every rank."""
 
     def __init__(self, samples: int, batch_size: int, rank: int, size: int, seed: int | None) -> None:
         self.samples, self.batch_size, self.rank, self.size, self.seed = samples, batch_size, rank, size, seed
@@ -115,9 +115,9 @@ class _Unrepeated(Sampler[list[int]]):
         if samples // size < self.batches:
             raise ConfigError(
                 f"even_batches=False: {samples} samples do not give each of {size} replicas {self.batches} batches of "
-                f"at most {batch_size} without a repetition: take "
+                f"at most {batch_size} without a repetition.\n  Use "
                 + (f"batch_size={batch_size + 1}" if samples >= size else f"at least {size} samples")
-                + ", or gather_for_metrics(..., samples=len(dataset)),\n  which leaves repeated samples out"
+                + ", or even_batches=True and gather_for_metrics(..., samples=len(dataset)), which drops repetitions."
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -131,7 +131,7 @@ class _Unrepeated(Sampler[list[int]]):
         order = range(self.samples) if self.seed is None else torch.randperm(self.samples, generator=drawn).tolist()
         own = list(order[self.rank :: self.size])
         for left in range(self.batches - 1, -1, -1):
-            count = min(self.batch_size, len(own) - left)  # at least one remains for each batch that is left
+            count = min(self.batch_size, len(own) - left)  # keep at least one sample for each later batch
             yield own[:count]
             own = own[count:]
 
@@ -149,24 +149,24 @@ def prepare_dataloader(
 ) -> ReplicaDataLoader:
     """Return a ``DataLoader`` for tensor and data parallelism.
 
-    Replica ``d`` of ``dp`` sees every ``dp``-th sample of the (shuffled) dataset; the tensor-parallel ranks of one
-    replica see the same batches in the same order. The order follows from ``seed`` and the epoch alone: the global
-    random state is neither read nor changed. Workers of all ranks have the same seeds.
+    Each of ``dp`` replicas gets every ``dp``-th sample of the (shuffled) dataset. All ranks of a replica get identical
+    batches in the same order, which depends only on ``seed`` and the epoch. The global random state is neither read nor
+    changed. Workers have identical seeds on all ranks.
 
     Args:
-        dataset: Map-style dataset, or ``IterableDataset`` (every ``dp``-th element; it shuffles by itself).
-        batch_size: Samples per replica and step; the global batch is ``batch_size * dp``.
+        dataset: Map-style dataset, or an ``IterableDataset``, which must shuffle by itself.
+        batch_size: Number of samples per replica and step; the global batch is ``batch_size * dp``.
         mpu: ``model.mpu``.
-        drop_last: True if samples are dropped that do not fill a batch on every replica.
-        even_batches: True if some samples are repeated so that replicas have equally many (of a stream, the last ones
-            dropped). False, for evaluation, gives every sample exactly once, in as many batches on every replica, of
-            which the last may be smaller; for a stream replicas may differ by a batch, so not with ``zero.stage`` 2 and
-            3. :func:`gather_for_metrics` puts the replicas' results in the order of the dataset.
-        kwargs: Other arguments of ``DataLoader``.
+        drop_last: True to drop samples that do not fill a batch on every replica.
+        even_batches: True to repeat samples so that all replicas have equally many; of a stream the last samples are
+            dropped instead. False, for evaluation, yields every sample exactly once, in equally many batches on every
+            replica; the last batches may be smaller. For a stream, replicas may then differ by one batch, which
+            ``zero.stage`` 2 and 3 do not support. :func:`gather_for_metrics` restores the order of the dataset.
+        kwargs: Further arguments of ``DataLoader``.
 
     Raises:
-        ConfigError: ``sampler`` or ``batch_sampler`` is given, ``batch_size`` is not a positive integer, or
-            ``even_batches=False`` with too few samples to give every replica as many batches.
+        ConfigError: ``sampler`` or ``batch_sampler`` is given, ``batch_size`` is not a positive integer, or with
+            ``even_batches=False`` there are too few samples for equally many batches.
     """
     _check_arguments(batch_size, drop_last, even_batches, kwargs)
     dp = mpu.dp
@@ -175,7 +175,7 @@ def prepare_dataloader(
         kwargs["generator"] = torch.Generator().manual_seed(seed)
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ConfigError("shuffle=True needs a map-style dataset; shuffle the stream itself, equally on all ranks")
+            raise ConfigError("shuffle=True requires a map-style dataset\n  Shuffle the stream itself.")
         source: Dataset[Any] = _EveryNth(dataset, dp.rank, dp.size, even_batches) if dp.size > 1 else dataset
         loader = ReplicaDataLoader(source, batch_size, drop_last=drop_last, **kwargs)
     elif not even_batches:
@@ -185,8 +185,8 @@ def prepare_dataloader(
         repeated = 0 if drop_last or shuffle else -len(dataset) % dp.size  # type: ignore[arg-type]
         if repeated and mpu.is_master:
             _log.warning(
-                "prepare_dataloader repeats %d of %d samples, so that %d replicas have equally many. To evaluate, give "
-                "even_batches=False: every sample once.",
+                "prepare_dataloader repeats %d of %d samples, so that %d replicas have equally many.\n"
+                "  For evaluation use even_batches=False, which yields every sample once.",
                 *(repeated, len(dataset), dp.size),  # type: ignore[arg-type]
             )
         sampler = ResumableSampler(
@@ -201,38 +201,39 @@ def _check_arguments(batch_size: int, drop_last: bool, even_batches: bool, kwarg
     for name in ("sampler", "batch_sampler"):
         if kwargs.get(name) is not None:
             raise ConfigError(
-                f"prepare_dataloader makes the sampler itself; with a {name} of your own use torch's DataLoader and\n"
-                "  DistributedSampler(dataset, num_replicas=mpu.dp.size, rank=mpu.dp.rank)."
+                f"{name} is not supported by prepare_dataloader, which makes the sampler\n"
+                "  Use torch's DataLoader and DistributedSampler(dataset, num_replicas=mpu.dp.size, rank=mpu.dp.rank)."
             )
     if type(batch_size) is not int or batch_size < 1:
-        raise ConfigError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
+        raise ConfigError(f"batch_size must be a positive integer, got {batch_size!r}")
     if drop_last and not even_batches:
         raise ConfigError(
-            "even_batches=False gives every sample exactly once, and drop_last=True drops some: choose one"
+            "even_batches=False is not supported with drop_last=True\n"
+            "  The first yields every sample exactly once, the second drops samples: choose one."
         )
 
 
 def gather_for_metrics(
     values: torch.Tensor | Sequence[torch.Tensor], *, mpu: MPU, samples: int | None = None
 ) -> torch.Tensor:
-    """All-gather every replica's values of samples, in the order of the dataset (as the loader shuffled it).
+    """Gather the values that replicas computed for their samples, in the (shuffled) order of the dataset.
 
-    All ranks of a data-parallel group call it, once after a pass over the loader of :func:`prepare_dataloader`
-    (with stages, the ranks of the last one)::
+    All ranks of a data-parallel group call it once after a pass over the loader of :func:`prepare_dataloader`; with
+    pipeline stages the ranks of the last stage::
 
         losses = [loss_of_each_sample(model, batch) for batch in loader]
         mean = autopar.gather_for_metrics(losses, mpu=model.mpu, samples=len(dataset)).mean()
 
     Args:
-        values: One value per sample of this replica, ``[samples, ...]``; or one such tensor for each batch.
-        samples: Size of the dataset, which leaves out the samples that ``even_batches`` repeated; None keeps all.
+        values: Values of this replica's samples, ``[samples, ...]``; or one such tensor per batch.
+        samples: Size of the dataset, to drop samples that ``even_batches`` repeated. Default: keep all.
 
     Raises:
-        ConsistencyError: The replicas' values differ in shape or dtype, or some replica lacks values; on every rank.
+        ConsistencyError: Shapes or dtypes differ between replicas, or a replica lacks values; on every rank.
     """
     batches, dp = [values] if isinstance(values, torch.Tensor) else list(values), mpu.dp
-    alike = len({(x.shape[1:], x.dtype) for x in batches}) == 1 and all(x.ndim for x in batches)
-    mine = torch.cat([x.detach().to(mpu.device) for x in batches]) if alike else None
+    uniform = len({(x.shape[1:], x.dtype) for x in batches}) == 1 and all(x.ndim for x in batches)
+    mine = torch.cat([x.detach().to(mpu.device) for x in batches]) if uniform else None
     forms: list[Any] = [(0, (), None)] * dp.size
     forms[dp.rank] = forms[dp.rank] if mine is None else (len(mine), tuple(mine.shape[1:]), mine.dtype)
     if dp.size > 1:
@@ -244,11 +245,14 @@ def gather_for_metrics(
     if len(kinds) != 1 or counts != [len(range(place, total, dp.size)) for place in range(dp.size)]:
         found = ", ".join(f"{count} of {list(shape)} {dtype}" for count, shape, dtype in forms)
         raise ConsistencyError(
-            f"gather_for_metrics: replica by replica there are {found} values.\n  Each needs one for each of its "
-            "samples (of autopar.prepare_dataloader), [samples, ...], alike in shape and dtype."
+            f"gather_for_metrics: the replicas have {found} values.\n  Each replica must pass one value per sample of "
+            "autopar.prepare_dataloader, [samples, ...], with one shape and dtype."
         )
     if samples is not None and total < samples:
-        raise ConsistencyError(f"gather_for_metrics: {total} values for samples={samples}: some were left out")
+        raise ConsistencyError(
+            f"gather_for_metrics has fewer values than samples: expected {samples}, got {total}\n"
+            "  Use even_batches=False in prepare_dataloader, so that no sample is dropped."
+        )
     ((shape, dtype),) = kinds
     own = torch.zeros(max(counts), *shape, dtype=dtype, device=mpu.device)
     if mine is not None:
@@ -260,22 +264,22 @@ def gather_for_metrics(
 
 
 class ResumableSampler(DistributedSampler[Any]):
-    """A ``DistributedSampler`` that can continue in the middle of an epoch, on any number of replicas.
+    """A ``DistributedSampler`` that can resume in the middle of an epoch, on any number of replicas.
 
-    Replicas take turns along one order of all samples, so the samples that they have seen are its beginning. The rest
-    is dealt out in the same way.
+    Replicas take turns along one order of all samples, so the samples seen so far are a prefix of this order. The rest
+    is distributed in the same way.
 
     Attributes:
-        samples: Number of samples of the epoch's order that were given out; the loader counts.
-        first: Value of ``samples`` where the running iteration began.
-        resume: Epoch and number of samples with which the next iteration begins.
+        samples: Number of samples of the epoch seen so far; the loader counts.
+        first: Value of ``samples`` at the start of the current iteration.
+        resume: Epoch and number of samples at which the next iteration starts, or None.
     """
 
     samples = first = 0
     resume: tuple[int, int] | None = None
 
     def order(self) -> dict[str, Any]:
-        """Return the settings that determine the order of all samples, besides the epoch."""
+        """Return the settings that, together with the epoch, determine the order of all samples."""
         return {"dataset": len(self.dataset), "seed": self.seed, "shuffle": self.shuffle}  # type: ignore[arg-type]
 
     def __len__(self) -> int:

@@ -1,10 +1,10 @@
-"""Ranks hold undivided experts of a mixture, to which tokens travel, and replicas balance its routers together."""
+"""Distribute the experts of a mixture over ranks, send tokens to them, and balance routers over all replicas."""
 
 from autopar.registry import Feature, Step
 
 FEATURE = Feature(
     name="experts",
-    about="whole experts on ranks, also over replicas, and the routers' loss of all replicas",
+    about="experts distributed over ranks and replicas, and the routers' loss over all replicas",
     names={"expert_load": "autopar.features.experts.layers:expert_load"},
     matches={"by_expert": "autopar.features.experts.plan:shard_by_expert"},
     rules={

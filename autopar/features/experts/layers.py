@@ -1,16 +1,16 @@
-"""Expert parallelism: tokens go to the ranks that hold the experts they chose, and back.
+"""Expert parallelism: send tokens to the ranks of their chosen experts, and the outputs back.
 
-Lepikhin et al., "GShard" (2020), section 3; Megatron-LM, core/transformer/moe/token_dispatcher.py. Experts lie on the
-tp ranks of one replica or of several. The tp ranks of one replica hold the same tokens, so each takes
-an equal share of them. By ``all_to_all`` it sends every (token, chosen expert) pair to the expert's rank, gets the
-output back, and weights it. By ``all_reduce`` all tokens go to all ranks, which compute the pairs that chose their
-experts: an all-gather and a reduce-scatter, in which no rank waits for the choices of other tokens. Then the shares are
-gathered. The experts' own forward computes: it sees one chosen expert per row, counted from this rank's first one.
+See Lepikhin et al., "GShard" (2020), section 3, and Megatron-LM, core/transformer/moe/token_dispatcher.py. Experts are
+distributed over the tp ranks of one replica or of several replicas. The tp ranks of a replica have identical tokens, so
+each handles an equal slice of them. With ``all_to_all`` a rank sends each (token, chosen expert) pair to the expert's
+rank, receives the output, and weights it. With ``all_reduce`` all ranks get all tokens, and each computes the pairs for
+its experts: an all-gather and a reduce-scatter whose sizes do not depend on the routers. Then the slices are
+gathered. The experts' own forward computes the rows, with one expert per row, numbered from the first local expert.
 
-[Note: gradients over replicas] Tokens of several replicas meet in one expert, so its gradient is the sum over their
-losses, where any other weight's is the mean over replicas. The gradient of the expert's output is divided by the number
-of these replicas, and the gradient of the tokens is multiplied by it again: an expert's weight then has the mean over
-them, and replicas that hold the same experts are averaged as for other weights.
+[Note: gradients over replicas] Tokens of several replicas meet in one expert, so its gradient is a sum over their
+losses. The gradients of all other weights are means over replicas. So the gradient of the expert's output is divided by
+the number of these replicas, and the gradient of its input is multiplied by it again. The expert's weights then get the
+mean, and replicas that hold the same experts average them like other weights.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from autopar.tensor_parallel.region_modules import RegionModule
 
 
 class ExpertParallel(RegionModule):
-    """Experts, of which this rank holds some: ``[tokens, hidden] -> [tokens, hidden]``. Parameters Shard(0).
+    """Experts distributed over ranks: ``[tokens, hidden] -> [tokens, hidden]``, parameters Shard(0).
 
     Attributes:
-        tp: The ranks over which experts are sharded.
+        tp: Axis over which experts are distributed.
         dispatch: ``all_to_all`` or ``all_reduce``.
-        tokens: Number of tokens of each of this rank's experts, ``[experts here]``, int64; None before the first.
+        tokens: Number of tokens of each local expert, ``[local experts]``, int64; None before the first forward.
     """
 
     dispatch: str = "all_to_all"
@@ -58,38 +58,38 @@ class ExpertParallel(RegionModule):
     autopar_state: tuple[str, ...] = ("dispatch", "tokens")
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
-        """Compute the output; ``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and their weights."""
-        if self.tp.group is None and not torch.is_grad_enabled():  # a dry run: the routes depend on data
+        """Compute the output; ``chosen`` and ``weights``: experts of each token and their weights, ``[tokens, k]``."""
+        if self.tp.group is None and not torch.is_grad_enabled():  # a dry run, in which the choices have no values
             return torch.empty_like(hidden)
         if not torch.compiler.is_compiling():
             self._refuse_hooks()
         x = hidden.reshape(chosen.shape[0], -1)
         y = self._exchanged(x, chosen, weights)
         y = y + self._without_experts(x, chosen, weights) if self.autopar.once else y
-        return y if y.shape == hidden.shape else y.view_as(hidden)  # a view would lose FSDP2's hook when written into
+        return y if y.shape == hidden.shape else y.view_as(hidden)  # an in-place change of a view loses FSDP2's hook
 
     @property
-    def beside(self) -> Axis:
-        """The tensor-parallel ranks of this replica, which hold the same tokens."""
+    def peers(self) -> Axis:
+        """The tensor-parallel axis of this replica, whose ranks have identical tokens."""
         return self.region.axis
 
     @property
     def here(self) -> int:
-        """The number of this rank's experts."""
+        """The number of local experts."""
         assert self.autopar.layout is not None
         return self.autopar.layout.local_size(self.tp.rank)
 
     def _exchanged(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the experts' weighted outputs, ``[tokens, hidden]``."""
-        layout = even_layout(len(x), self.beside.size)
-        x = own_part(x, self.beside, layout, 0)  # [tokens/tp, hidden]
-        w = own_part(weights, self.beside, layout, 0)  # [tokens/tp, k]
-        ids = layout.shard(chosen, self.beside.rank, 0)  # [tokens/tp, k]
+        """Return the weighted outputs of the experts, ``[tokens, hidden]``."""
+        layout = even_layout(len(x), self.peers.size)
+        x = own_part(x, self.peers, layout, 0)  # [tokens/tp, hidden]
+        w = own_part(weights, self.peers, layout, 0)  # [tokens/tp, k]
+        ids = layout.shard(chosen, self.peers.rank, 0)  # [tokens/tp, k]
         y = (self._by_all_to_all if self.dispatch == "all_to_all" else self._by_all_reduce)(x, w, ids)
-        return gather(y, self.beside, layout, 0)
+        return gather(y, self.peers, layout, 0)
 
     def _without_experts(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted outputs of modules with indices after the last expert's, ``[tokens, hidden]``."""
+        """Return the weighted outputs of modules whose index follows the last expert, ``[tokens, hidden]``."""
         assert self.autopar.layout is not None
         w = weights.masked_fill(chosen < self.autopar.layout.size, 0).sum(-1, keepdim=True)
         return sum((getattr(self, name)(x) * w for name in self.autopar.once), torch.zeros_like(x)).to(x.dtype)
@@ -97,10 +97,10 @@ class ExpertParallel(RegionModule):
     def _refuse_hooks(self) -> None:
         for path, hook in hooks_below(self):
             raise ConfigError(
-                f"the hook {described(hook)} on {self.autopar.path}.{path} is inside of experts that ranks hold "
-                f"whole: it would see the tokens of all of\n  ranks {list(self.tp.ranks)} that chose this rank's, "
-                "in another order. A hook on the experts sees this rank's tokens;\n  "
-                "autopar.local_hooks(module) is for what is here."
+                f"the hook {described(hook)} on {self.autopar.path}.{path} is inside distributed experts: it would see "
+                f"tokens of ranks {list(self.tp.ranks)} in another order\n"
+                "  Put the hook on the experts, where it sees the tokens of this rank. "
+                "autopar.local_hooks(module) allows hooks\n  that support sharded tokens."
             )
 
     def _by_all_to_all(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ class ExpertParallel(RegionModule):
         rows = all_to_all(x[order // k], axis, out_splits, in_splits)  # [received, hidden]
         y = self._compute(rows, all_to_all(local[order], axis, out_splits, in_splits))
         back = all_to_all(y, axis, in_splits, out_splits)  # [tokens/tp * k, hidden], in the order of sending
-        weighted = back * w[order].unsqueeze(-1)  # here, so that only rows are sent
+        weighted = back * w[order].unsqueeze(-1)  # weighted after the exchange, so that only rows are sent
         return x.new_zeros(len(x), weighted.shape[1]).index_add(0, order // k, weighted.to(x.dtype))
 
     def _by_all_reduce(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -120,55 +120,55 @@ class ExpertParallel(RegionModule):
         layout = _layout_of_tokens(x, axis)
         x, w = gather_sum(x, axis, 0, layout), gather_sum(w, axis, 0, layout)  # [all tokens, hidden], [all tokens, k]
         owner, local, known = self._placed(gather(ids, axis, layout, 0).reshape(-1))
-        if x.is_meta:  # even routes
+        if x.is_meta:  # assume balanced routers
             mine = torch.empty(-(-len(owner) // axis.size), dtype=torch.long, device="meta")
         else:
-            mine = torch.nonzero((owner == axis.rank) & known).squeeze(1)  # pairs of a token and an expert of this rank
+            mine = torch.nonzero((owner == axis.rank) & known).squeeze(1)  # pairs of a token and a local expert
         y = self._compute(x[mine // k], local[mine])
         weighted = y * w.reshape(-1)[mine].unsqueeze(-1)
         outputs = x.new_zeros(len(x), weighted.shape[1]).index_add(0, mine // k, weighted.to(x.dtype))
         return reduce_scatter(outputs, axis, 0, layout)
 
     def _placed(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the rank of each expert, its number there, and whether it exists."""
+        """Return the rank of each expert, its index on this rank, and whether it exists."""
         axis, experts = self.tp, self.autopar.layout
         assert experts is not None
         starts, ends = zip(*(experts.ranges(rank)[0] for rank in range(axis.size)), strict=True)
         owner = torch.bucketize(ids, torch.tensor(ends, device=ids.device), right=True)
-        known = ids < experts.size  # a router may choose no expert with an index after the last
+        known = ids < experts.size  # a router may choose "no expert" by an index after the last expert
         owner = torch.where(known, owner, axis.rank)
         return owner, torch.where(known, ids - torch.tensor(starts, device=ids.device)[owner], 0), known
 
     def _count(self, local: torch.Tensor) -> None:
         if self.tokens is None or self.tokens.device != local.device:
-            with torch.inference_mode(mode=False):  # it is written into outside of inference, too
+            with torch.inference_mode(mode=False):  # because later forwards outside inference mode change it
                 self.tokens = torch.zeros(self.here, dtype=torch.int64, device=local.device)
         self.tokens.index_add_(0, local, torch.ones_like(local))
 
     def _compute(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        if not rows.is_meta and not torch.compiler.is_compiling() and not in_backward():  # which computes blocks again
+        if not rows.is_meta and not torch.compiler.is_compiling() and not in_backward():  # not in a recomputation
             self._count(local)
-        replicas = self.tp.size // self.beside.size  # [Note: gradients over replicas]
+        replicas = self.tp.size // self.peers.size  # [Note: gradients over replicas]
         rows = _ScaledGradient.apply(rows, float(replicas)) if replicas > 1 else rows
         y = self._outputs(rows, local)
         return _ScaledGradient.apply(y, 1 / replicas) if replicas > 1 else y
 
     def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of this rank's experts ``local``, ``[rows, hidden]``."""
+        """Return the outputs of the local experts ``local`` of each row, ``[rows, hidden]``."""
         if rows.shape[0]:
             ids, w = local.unsqueeze(-1), torch.ones_like(rows[:, :1])
-            if self.autopar.once:  # LongCat Flash's experts take two choices or more: one of no expert, without weight
+            if self.autopar.once:  # LongCat Flash needs two choices or more: add "no expert" with weight 0
                 assert self.autopar.layout is not None
                 ids, w = F.pad(ids, (0, 1), value=self.autopar.layout.size - 1), F.pad(w, (0, 1))
             y: torch.Tensor = super().forward(rows, ids, w)
             return y.reshape(rows.shape)
         read = [(each, name) for each in self.modules() for name in vars(each).get("autopar_layouts", ())]  # type: ignore[attr-defined]
-        own = (getattr(module, name) for module, name in read)  # adapters may be added to them
-        return rows + sum(p.sum() for p in own) * 0  # empty, with the parameters in the graph
+        own = (getattr(module, name) for module, name in read)  # getattr includes adapters
+        return rows + sum(p.sum() for p in own) * 0  # no rows, but the parameters are in the graph
 
 
 def _splits(owner: torch.Tensor, axis: Axis) -> tuple[list[int], list[int]]:
-    """Return the numbers of rows from and to each rank; without data even ones."""
+    """Return the numbers of rows from each rank and to each rank; even numbers in a run without data."""
     even = [stop - start for start, stop in even_shards(owner.numel(), axis.size)] if owner.is_meta else []
     if axis.group is None:
         return even, even
@@ -179,7 +179,7 @@ def _splits(owner: torch.Tensor, axis: Axis) -> tuple[list[int], list[int]]:
 
 
 def _layout_of_tokens(x: torch.Tensor, axis: Axis) -> Layout:
-    """Return the layout of all ranks' tokens, of which each rank may have another number."""
+    """Return the layout of the tokens of all ranks, which may have different numbers of tokens."""
     counts = [x.shape[0]] * axis.size
     if axis.group is not None:
         own = torch.tensor([x.shape[0]], device=x.device)
@@ -191,16 +191,16 @@ def _layout_of_tokens(x: torch.Tensor, axis: Axis) -> Layout:
 
 
 class SortedExperts(ExpertParallel):
-    """Experts, of which this rank holds some: ``[rows, in] -> [rows, out]``, sorted by expert.
+    """Experts distributed over ranks whose rows are sorted by expert: ``[rows, in] -> [rows, out]``.
 
-    The second argument is the number of rows of each expert. Without it all have equally many, padded with zeros; zeros
-    stay on this rank, as experts without biases map them to zeros.
+    The second argument is the number of rows of each expert. Without it all experts have equally many rows, padded with
+    zeros. Zero rows are not sent, since experts without biases map them to zeros.
     """
 
     def forward(self, hidden: torch.Tensor, sizes: list[int] | None = None) -> Any:  # type: ignore[override]
         """Compute the output, in the order of the rows."""
         assert self.autopar.layout is not None
-        if self.tp.group is None and not torch.is_grad_enabled():  # a dry run: the routes depend on data
+        if self.tp.group is None and not torch.is_grad_enabled():  # a dry run, in which the choices have no values
             return torch.empty_like(hidden)
         experts = torch.arange(self.autopar.layout.size, device=hidden.device)
         each = len(hidden) // len(experts) if sizes is None else torch.tensor(sizes, device=hidden.device)
@@ -218,7 +218,7 @@ class SortedExperts(ExpertParallel):
 
     def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         here = self.here
-        if rows.is_meta:  # even routes
+        if rows.is_meta:  # assume balanced routers
             counts = [stop - start for start, stop in even_shards(len(rows), here)]
         else:
             counts = torch.bincount(local, minlength=here).tolist()
@@ -234,12 +234,12 @@ class SortedExperts(ExpertParallel):
 
 
 def stacked_experts(plain: type[nn.Module]) -> type[ExpertParallel]:
-    """Return the mixin of stacked experts; experts without arguments for indices and weights get sorted rows."""
+    """Return the mixin for stacked experts; classes without arguments for indices and weights get sorted rows."""
     return ExpertParallel if len(argument_names(plain)) >= 3 else SortedExperts
 
 
 def choose_dispatch(model: nn.Module, dispatch: str) -> None:
-    """Set how tokens travel to the experts of a parallelized model."""
+    """Set the dispatch method of all experts of a parallelized model."""
     for module in model.modules():
         if isinstance(module, ExpertParallel):
             module.dispatch = dispatch
@@ -247,21 +247,21 @@ def choose_dispatch(model: nn.Module, dispatch: str) -> None:
 
 @torch.no_grad()
 def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tensor]:
-    """Return the number of tokens of each expert since the last call. Collective.
+    """Return the number of tokens of each expert since the last call. A collective of the model.
 
-    A token counts once for each expert that it has chosen, padding too; recomputed blocks count once. No token is
-    dropped: experts have no capacity::
+    A token, also a padding token, counts once for each expert that it chose; recomputed blocks count once. Experts have
+    no capacity limit and drop no tokens::
 
         for path, tokens in autopar.expert_load(model).items():
             print(path, "busiest", int(tokens.max()), "idle", int((tokens == 0).sum()))
 
     Args:
         model: Model parallelized with ``expert_parallel_size`` above 1, or a wrapper around it.
-        reset: True if the counts start again from zero.
+        reset: True to reset the counts to zero.
 
     Returns:
-        Path of the experts of this rank's stage -> ``[experts]``, int64, over all replicas; the same on every rank of
-        the stage.
+        Path of the experts in this rank's stage -> number of tokens over all replicas, ``[experts]``, int64; identical
+        on all ranks of the stage.
 
     Raises:
         ConfigError: The experts of ``model`` are not distributed over ranks.
@@ -269,8 +269,8 @@ def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tens
     root: Any = next((module for module in model.modules() if "_autopar" in vars(module)), None)
     if root is None or root.mpu.ep.size == 1:
         raise ConfigError(
-            f"expert_load: ranks do not hold whole experts of {type(model).__name__}, so that no tokens are counted; "
-            "expert_parallel_size above 1 does that"
+            f"expert_load: the experts of {type(model).__name__} are not distributed over ranks, so no tokens are "
+            "counted\n  Set expert_parallel_size above 1."
         )
     found = {}
     with root._autopar.failures.wait("autopar.expert_load", root.mpu.model.ranks):
@@ -292,7 +292,7 @@ def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tens
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Multiply the gradient by ``factor``; it cannot be differentiated again."""
+    """The identity, whose gradient is multiplied by ``factor``; second derivatives raise."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -308,8 +308,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 def _refuse_scaled() -> Any:
     raise ConfigError(
-        "create_graph=True with experts that several replicas share (expert_parallel_size above "
-        "tensor_parallel_size):\n  a penalty on gradients, a Hessian or a meta-gradient of experts would be a sum over "
-        "replicas, where that of other\n  weights is a mean. expert_parallel_size: 1, or that of tensor_parallel_size, "
-        "goes with it."
+        "create_graph=True is not supported with experts that several replicas share (expert_parallel_size above "
+        "tensor_parallel_size):\n  second derivatives of experts would be sums over replicas instead of means. Set "
+        "expert_parallel_size to 1\n  or to tensor_parallel_size."
     )

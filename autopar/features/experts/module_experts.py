@@ -1,21 +1,21 @@
-"""Expert parallelism of experts that are modules in a list: each rank has some of them, and the rest without weights.
+"""Expert parallelism for experts that are modules in a list; a rank keeps the experts of other ranks without weights.
 
-Rows travel as for stacked experts (:mod:`autopar.features.experts.layers`). Weights, masks and dropout after
-the experts stay on the rank of the tokens; only the experts compute elsewhere.
+Rows are sent as for stacked experts (:mod:`autopar.features.experts.layers`). Only the experts compute on other ranks;
+weighting, masks and dropout after them run on the rank of the tokens.
 
-Classes choose experts in many ways: by indices, by masks, in a loop over all of them or over the chosen ones, with
-weights before or after them. All of them call the experts as modules. So the forward that calls them, of the list or of
-the module around it, runs twice: first with outputs of zeros, while the rows of each call are noted; then, when the
-rows have been to the ranks of the experts, with their outputs. The first run's result is dropped, and costs no memory
-in the backward pass.
+Classes choose experts in many ways: by indices or masks, in a loop over all or over the chosen experts, with weights
+before or after them. All of them call the experts as modules. So the forward that calls them, of the list or of the
+module around it, runs twice. In the first run the experts return zeros, and the rows of each call are recorded. Then
+the rows go to the ranks of the experts. In the second run the experts return the real outputs. The result of the first
+run is dropped and takes no memory in the backward pass.
 
-[Note: what runs once] Modules that are called before the first expert, a router among them, cannot depend on experts:
-the second run gets their outputs, so that their hooks and counters run once. Both runs draw the same random numbers and
-work on copies of the arguments, and buffers that the first run writes into are restored.
+[Note: modules that run once] Modules that are called before the first expert, such as a router, cannot depend on
+experts. The second run reuses their outputs, so their hooks and counters run once. Both runs draw the same random
+numbers and work on copies of the arguments; buffers that the first run changes are restored.
 
-[Note: gradients of idle experts] An expert without calls has no gradient on one process, and has none here: an
-optimizer skips it, weight decay too. An expert that is called without rows has zeros; with FSDP2, which reduces the
-same gradients on all ranks, any idle expert has zeros.
+[Note: gradients of idle experts] An expert without calls gets no gradient, as on a single process, so an optimizer
+skips it with its weight decay. An expert that is called without rows gets zeros. With FSDP2, which reduces identical
+gradients on all ranks, every idle expert gets zeros.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _Call(NamedTuple):
     """One call of an expert.
 
     Attributes:
-        place, number: Indices of its list, and in the list.
+        place, number: Index of the list, and of the expert in it.
         rows: Argument of the call, ``[..., hidden]``.
-        version: Number of writes into ``rows`` at the call.
+        version: Version of ``rows`` at the call.
         dtype: Dtype of the result.
     """
 
@@ -57,8 +57,8 @@ class Calls:
     """The calls of experts in one forward.
 
     Args:
-        path: Path of ``caller``, the module that calls them, for messages.
-        lists: Lists of experts, each in order.
+        path, caller: Path of the module that calls the experts, for messages, and the module.
+        lists: Lists of experts, in order.
     """
 
     def __init__(self, path: str, caller: nn.Module, lists: Sequence[Sequence[nn.Module]]) -> None:
@@ -71,7 +71,7 @@ class Calls:
         self._start = TorchGenerators.now()
 
     def note(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run ``forward`` on copies, with outputs of zeros, and return its result."""
+        """Run ``forward`` on copies of its arguments; experts return zeros and their calls are recorded."""
         buffers = {n: (b, version_of(b), b.clone()) for n, b in own_buffers(self._caller).items() if b is not None}
         args, kwargs = _copied((args, kwargs))
         with called_instead(self._in_place(self._note, self._keep)):
@@ -82,25 +82,26 @@ class Calls:
         written = next((call for call in self._made if version_of(call.rows) != call.version), None)
         if written is not None:
             raise ConfigError(
-                f"expert_parallel_size: {self._path} writes into the {list(written.rows.shape)} that it has given to "
-                f"expert {written.number} before the ranks that hold it have them.\n  Let it make a new tensor, or "
-                "leave expert_parallel_size out: each expert is sharded instead."
+                f"expert_parallel_size is not supported with {self._path}: it changes the input "
+                f"{list(written.rows.shape)} of expert {written.number} in place.\n"
+                "  Let it make a new tensor, or remove expert_parallel_size: then each expert is sharded."
             )
         return out
 
     def rows(self, place: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all rows for the experts of one list, ``[rows, hidden]``, and their experts, ``[rows]``.
+        """Return all rows for the experts of one list, ``[rows, hidden]``, and the expert of each row, ``[rows]``.
 
         Args:
-            like: Tensor of the form of the rows, ``[..., hidden]``, for a list without calls.
+            like: Tensor with the width and dtype of the rows, ``[..., hidden]``, for a list without calls.
         """
         calls = [call for call in self._made if call.place == place]
         width = like.shape[-1]
         other = next((call.rows for call in calls if call.rows.shape[-1] != width), None)
         if other is not None:
             raise ConfigError(
-                f"expert_parallel_size: {self._path} is given {width} features and gives its experts "
-                f"{other.shape[-1]}. Those of both must be as many.\n  Leave it out: each expert is sharded instead."
+                f"expert_parallel_size is not supported with {self._path}: expected {width} features, as in its input, "
+                f"for its experts, got {other.shape[-1]}\n"
+                "  Remove expert_parallel_size: then each expert is sharded."
             )
         parts = [call.rows.reshape(-1, width) for call in calls] or [like.reshape(-1, width)[:0]]
         numbers = torch.tensor([call.number for call in calls], dtype=torch.long)
@@ -109,11 +110,11 @@ class Calls:
         return torch.cat(parts), ids
 
     def without_rows(self, place: int) -> frozenset[int]:
-        """Return the experts of one list that were called with no rows, as some code calls all."""
+        """Return the experts of one list that were called with zero rows; some code calls all experts."""
         return frozenset(call.number for call in self._made if call.place == place and not call.rows.numel())
 
     def take(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Take the experts' outputs for the rows of each list, ``[rows, hidden]``."""
+        """Store the outputs of the experts for the rows of each list, ``[rows, hidden]``."""
         sizes = [call.rows.numel() // max(call.rows.shape[-1], 1) for call in self._made]
         found = [
             iter(out.split([size for size, call in zip(sizes, self._made, strict=True) if call.place == place]))
@@ -122,7 +123,7 @@ class Calls:
         self._outputs = [next(found[call.place]).view(call.rows.shape).to(call.dtype) for call in self._made]
 
     def replay(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run ``forward`` with the experts' outputs."""
+        """Run ``forward`` again; experts return the stored outputs."""
         self._start.restore()
         with called_instead(self._in_place(self._give, self._give_kept)):
             out = forward(*args, **kwargs)
@@ -141,8 +142,8 @@ class Calls:
         rows = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(rows, torch.Tensor) or not rows.ndim:
             raise ConfigError(
-                f"expert_parallel_size: {self._path} gives its experts {len(args) + len(kwargs)} arguments, and only "
-                "one tensor, [..., hidden], can travel.\n  Leave it out: each expert is sharded instead."
+                f"expert_parallel_size is not supported with {self._path}: it must call its experts with one "
+                "positional tensor, [..., hidden]\n  Remove expert_parallel_size: then each expert is sharded."
             )
         device = rows.device.type
         kind = torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
@@ -176,8 +177,8 @@ class Calls:
 
     def _another(self) -> ConfigError:
         return ConfigError(
-            f"expert_parallel_size: {self._path} calls its experts in another way when its forward is run again, as "
-            "it is to learn what\n  travels. Leave expert_parallel_size out: each expert is sharded instead."
+            f"expert_parallel_size is not supported with {self._path}: it must call its experts the same way when its "
+            "forward runs twice\n  Remove expert_parallel_size: then each expert is sharded."
         )
 
 
@@ -186,7 +187,7 @@ def _copied(values: Any) -> Any:
 
 
 def _outermost(module: nn.Module, experts: set[int]) -> Iterator[nn.Module]:
-    """Yield the outermost modules inside that have a forward, but no experts."""
+    """Yield the outermost modules inside that have a forward and contain no experts."""
     for child in module.children():
         if id(child) in experts:
             continue
@@ -197,27 +198,27 @@ def _outermost(module: nn.Module, experts: set[int]) -> Iterator[nn.Module]:
 
 
 class ModuleExperts(ExpertParallel):
-    """A list of experts, of which this rank holds some. Each parameter lies on one rank.
+    """A list of experts distributed over ranks; each parameter is on one rank.
 
     Attributes:
-        idle_zeros: True if an expert without calls has a gradient of zeros.
+        idle_zeros: True if an expert without calls gets zero gradients.
     """
 
     autopar_names: tuple[str, ...]
     autopar_state = (*ExpertParallel.autopar_state, "autopar_names", "idle_zeros", "_called", "_inside")
     idle_zeros = False
-    _called: frozenset[int] = frozenset()  # without rows, in the forward that runs
-    _inside: TorchGenerators | None = None  # generators of this rank's experts; None if they draw nothing
+    _called: frozenset[int] = frozenset()  # experts that the current forward calls with zero rows
+    _inside: TorchGenerators | None = None  # generators of the local experts; None if they draw nothing
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the list's own forward; without one, return :meth:`computed`."""
+        """Run the forward of the list's class, or :meth:`computed` if it has none."""
         if not self.calls_itself:
             return self.computed(*args)
         return _run(self, [self], super(RegionModule, self).forward, args, kwargs)  # type: ignore[misc]
 
     @property
     def calls_itself(self) -> bool:
-        """Whether the list has its forward, which calls the experts."""
+        """True if the list's class has a forward, which calls the experts."""
         kind: Any = type(self)
         return kind._autopar_plain.forward is not nn.Module.forward
 
@@ -229,14 +230,14 @@ class ModuleExperts(ExpertParallel):
         return [own_modules(self)[name] for name in self.autopar_names]
 
     def computed(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of experts ``ids``, ``[rows]``, for ``rows``, ``[rows, hidden]``."""
+        """Compute the outputs of the experts ``ids``, ``[rows]``, for ``rows``, ``[rows, hidden]``."""
         self._refuse_hooks()
         return self._exchanged(rows, ids.unsqueeze(-1), torch.ones_like(rows[:, :1]))
 
     def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         assert self.autopar.layout is not None
         ((start, stop),) = self.autopar.layout.ranges(self.tp.rank)
-        if rows.is_meta:  # even routes
+        if rows.is_meta:  # assume balanced routers
             counts = [high - low for low, high in even_shards(len(rows), stop - start)]
         else:
             counts = torch.bincount(local, minlength=stop - start).tolist()
@@ -254,7 +255,7 @@ class ModuleExperts(ExpertParallel):
 
 
 class ExpertCaller(RegionModule):
-    """A module around lists of experts, whose forward calls them."""
+    """A module whose forward calls the experts in lists inside it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         lists: list[Any] = [each for each in own_modules(self).values() if isinstance(each, ModuleExperts)]
@@ -263,7 +264,7 @@ class ExpertCaller(RegionModule):
 
 
 class _Present(torch.autograd.Function):
-    """Put ``x`` into the graph, as on other ranks; neither it nor the weight gets a gradient."""
+    """Put ``x`` into the graph, as on the other ranks; neither ``x`` nor the weight gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -276,15 +277,15 @@ class _Present(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(caller: Any, lists: Sequence[Any], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run the forward of a module that calls experts, with outputs from their ranks. The calls depend on data."""
+    """Run the forward of a module that calls experts, with outputs from the ranks of the experts."""
     path, given = caller.autopar.path, (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
     like = next((x for x in given if x.is_floating_point() and x.ndim > 1), None)
     if like is None:
-        raise ConfigError(f"expert_parallel_size: {path} is given no hidden states, [..., hidden], for its experts")
+        raise ConfigError(f"expert_parallel_size requires hidden states, [..., hidden], in the arguments of {path}")
     inside = _of_this_rank(caller)
     calls = Calls(path, caller, [each.experts for each in lists])
     out = calls.note(forward, args, kwargs)
-    if like.is_meta and not torch.is_grad_enabled():  # a dry run: the routes depend on data
+    if like.is_meta and not torch.is_grad_enabled():  # a dry run, in which the choices have no values
         return out
     weight = next((p for p in caller.parameters() if p.requires_grad), None)
     outputs = []
@@ -301,7 +302,7 @@ def _run(caller: Any, lists: Sequence[Any], forward: Callable[..., Any], args: t
 
 
 def _of_this_rank(caller: Any) -> TorchGenerators | None:
-    """Return the generators of this rank's experts, as in a sharded region; None if they draw nothing."""
+    """Return the generators of the local experts, as in a sharded region; None if they draw nothing."""
     if not caller.region.draws(caller.training):
         return None
     caller.region.draw_per_rank(caller.training)
@@ -311,7 +312,7 @@ def _of_this_rank(caller: Any) -> TorchGenerators | None:
 
 
 def _tied(out: Any, zeros: list[torch.Tensor]) -> Any:
-    """Add zeros to the first floating-point tensor: the backward pass goes to ranks whose rows experts here have."""
+    """Add zeros to the first floating-point tensor, so that backward reaches experts with rows of other ranks."""
     left = list(zeros)
 
     def add(x: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Rules of mixtures whose experts lie on ranks undivided: stacked in parameters, or modules in a list.
+"""Rules of mixtures whose experts are distributed over ranks: stacked in parameters, or modules in a list.
 
-Stacked experts are units along dim 0 of their parameters. An expert that is a module lies on one rank with all of its
-parameters: each of them has one unit along its dim 0. The other ranks keep the module with empty parameters, so that
-names, checkpoints and optimizers are the same on all ranks.
+Stacked experts are units along dim 0 of their parameters. An expert that is a module is on one rank with all its
+parameters: each parameter is one unit along dim 0. The other ranks keep the module with empty parameters, so that
+names, checkpoints and optimizers are identical on all ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from autopar.plan.units import UnitTable
 from autopar.policy.schema import BY_EXPERT, HIDDEN, Rule, UnitRun
 from autopar.stored import StandIn
 
-# Rules of plans for modules that have experts, are one, or call them.
+# Rules for modules that contain experts, are an expert, or call experts.
 MIXTURES = frozenset(("experts", "expert_modules", "calls_experts", "one_expert"))
-_NO_EXPERT = "no expert"  # the kind of a module for indices after the last expert
+_NO_EXPERT = "no expert"  # kind of a module for indices after the last expert
 _ARGUMENTS = 3  # hidden states, indices of the chosen experts, their weights
 
 
 def expert_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the children that are experts, in order: ``0``, ``1``, ... or ``expert_0``, ..."""
+    """Return the names of the children that are experts, in order, such as ``0, 1, ...`` or ``expert_0, ...``."""
     found: dict[str, list[tuple[int, str]]] = {}
     for name, child in module.named_children():
         numbered = re.fullmatch(r"(.*?)(\d+)", name)
@@ -48,14 +48,14 @@ def expert_names(module: nn.Module) -> tuple[str, ...]:
 def shard_by_expert(
     matches: Sequence[RuleMatch], root: nn.Module, ranks: int
 ) -> tuple[list[RuleMatch], list[AttributePlan], frozenset[str]]:
-    """Return the matches with each ``by_expert`` mixture sharded by expert, and the attributes that change.
+    """Return the matches with each ``by_expert`` mixture distributed by expert, and the attributes that change.
 
     Args:
-        root: The model. A list of experts without a forward is called by the module around it.
-        ranks: Number of ranks over which experts are sharded.
+        root: The model, to find the module that calls a list of experts.
+        ranks: Number of ranks over which experts are distributed.
 
     Raises:
-        ConfigError: The model has no such mixture, or one whose forward does not take the choice of experts.
+        ConfigError: The model has no such mixture, or the forward of a mixture does not get the chosen experts.
     """
     mixtures = {match.path: match for match in matches if match.rule.by_expert is not None}
     if not mixtures:
@@ -68,7 +68,7 @@ def shard_by_expert(
     for found in matches:
         match = found
         if any(match.path.startswith(f"{path}.") for path in listed):
-            continue  # an undivided expert needs no rules inside
+            continue  # an expert on one rank needs no rules inside
         holder = next((path for path in mixtures if match.path.startswith(f"{path}.")), "")
         if match.path in mixtures or holder:
             table = tables.setdefault(id(match.scope.table), match.scope.table.of_experts(ranks))
@@ -107,14 +107,14 @@ def _check(match: RuleMatch) -> AttributePlan:
     experts = getattr(module, name, None)
     if match.rule.kind == BY_EXPERT:
         raise ConfigError(
-            f"expert_parallel_size: {match.path} ({kind}) has no children that are numbered, which 'by_expert' alone "
-            f"is for ({match.rule.where}).\n  Experts that are stacked in parameters are a region: "
+            f"expert_parallel_size: {match.path} ({kind}) must have numbered children for 'by_expert' alone "
+            f"({match.rule.where}).\n  For experts that are stacked in parameters write "
             f"{{region: UNIT, by_expert: {match.rule.by_expert}}}."
         )
     if len(taken) not in ((1, 2) if match.rule.sorted else (_ARGUMENTS,)) or type(experts) is not int:
         raise ConfigError(
-            f"expert_parallel_size: {match.path} ({kind}) chooses its experts inside, it cannot be sharded by expert. "
-            "Leave it out: each expert is sharded instead."
+            f"expert_parallel_size is not supported with {match.path} ({kind}), which chooses its experts inside\n"
+            "  Remove it: then each expert is sharded."
         )
     layout = match.layout((UnitRun(unit),), 0, experts)
     values = tuple(layout.local_size(rank) for rank in range(table.size))
@@ -127,7 +127,7 @@ def _no_expert(match: RuleMatch) -> Iterator[TensorRule]:
 
 
 def _rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
-    """Yield the rules of a mixture; raise ConfigError if an expert cannot lie on one rank."""
+    """Yield the rules of a mixture; raise ConfigError if its experts cannot be distributed."""
     module = match.module
     assert isinstance(module, nn.Module)
     where, names = str(match.rule.where), expert_names(module)
@@ -139,9 +139,8 @@ def _rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
         return
     if others := [name for name, _ in module.named_parameters() if name.split(".")[0] not in names]:
         raise ConfigError(
-            f"expert_parallel_size: {match.path} ({type(module).__name__}) holds {others[0]} beside {len(names)} "
-            "experts that are modules, so it cannot be sharded by expert.\n  Leave it out: each expert is sharded "
-            "instead."
+            f"expert_parallel_size is not supported with {match.path} ({type(module).__name__}): it has the parameter "
+            f"{others[0]} next to {len(names)} experts\n  Remove it: then each expert is sharded."
         )
     yield TensorRule(ModulePlan(match.path, "expert_modules", where, layout))
     if type(module).forward is nn.Module.forward:
@@ -149,8 +148,8 @@ def _rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
         caller = type(root.get_submodule(above))
         if caller.forward is nn.Module.forward:
             raise ConfigError(
-                f"expert_parallel_size: neither {match.path} nor the {caller.__name__} around it has a forward that "
-                f"would call the experts ({where}).\n  Leave it out: each expert is sharded instead."
+                f"expert_parallel_size: {match.path}, or the {caller.__name__} around it, must have a forward that "
+                f"calls the experts ({where}).\n  Remove expert_parallel_size: then each expert is sharded."
             )
         yield TensorRule(ModulePlan(above, "calls_experts", where))
     for number, name in enumerate(names):
@@ -158,23 +157,22 @@ def _rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
 
 
 def _one_expert(match: RuleMatch, path: str, expert: nn.Module, number: int, of: int) -> Iterator[TensorRule]:
-    """Lay each parameter of an expert on the rank that owns it."""
+    """Yield the rules that put each parameter of an expert on one rank."""
     unit, size = str(match.rule.by_expert), match.scope.table.size
     for inside, holder in expert.named_modules():
         shown = join(path, inside)
         if isinstance(holder, BatchNorm):
             raise ConfigError(
-                f"expert_parallel_size={size}: {shown} normalises over the tokens of one expert, which come from "
-                "several ranks, in another order. Leave it out: each expert is sharded instead."
+                f"expert_parallel_size={size} is not supported with {shown}, which normalizes over the tokens of an "
+                "expert\n  Remove it: then each expert is sharded."
             )
         own = {name: each for name, each in own_parameters(holder).items() if each is not None}
         for name, parameter in own.items():
             if isinstance(parameter, StandIn) or not parameter.ndim or not parameter.is_floating_point():
                 form = "a quantized weight" if parameter.ndim else "a single number"
                 raise ConfigError(
-                    f"expert_parallel_size={size}: {join(shown, name)} is {form}, and a rank holds experts that are "
-                    "modules of their own\n  only with plain weights of one dim or more. tensor_parallel_size shards "
-                    "each expert instead."
+                    f"expert_parallel_size={size}: {join(shown, name)} must be a floating-point weight of at least one "
+                    f"dim, got {form}\n  Use tensor_parallel_size, which shards each expert."
                 )
         layouts = {name: Layout.of(0, [Block.alone(unit, number, of, p.shape[0], size)]) for name, p in own.items()}
         if layouts:

@@ -1,8 +1,8 @@
-"""Experts that replicas share: checked before a forward, and averaged next to ``DistributedDataParallel``.
+"""Experts that replicas share: check their forwards, and average their gradients next to ``DistributedDataParallel``.
 
-DDP averages over all replicas, whose groups hold different experts, so it leaves experts out. Ranks that hold the same
-experts average them here, in a backward pass in which DDP averages the other gradients. Where no two ranks do, nothing
-is left to average (:mod:`autopar.features.experts.layers`, note on gradients).
+DDP averages over all replicas, but replicas hold different experts, so DDP must ignore experts. Ranks that hold equal
+experts average them here, in the backward passes in which DDP averages the other gradients. See
+[Note: gradients over replicas] in :mod:`autopar.features.experts.layers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.swap import NotCopied
 
 
 def share_experts(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Let wrappers leave out the experts of all stages of the undivided model. FSDP2 averages them by itself."""
+    """Let wrappers ignore experts. The step runs before the model is split; FSDP2 averages experts by itself."""
     choose_dispatch(model, state.config.expert_dispatch)
     if state.plan.experts and not state.config.fully_sharded:
         state.features["expert_gradients"] = ExpertGradients(model, state)
@@ -38,7 +38,7 @@ def share_experts(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def check_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Compare what replicas do before any other hook of a forward: those of FSDP2 wait for the other replicas."""
+    """Check the modes of replicas before all other forward hooks, because hooks of FSDP2 wait for other replicas."""
     if state.plan.experts:
         state.inner_of(model).register_forward_pre_hook(SharedExperts(state.mpu, state.failures), prepend=True)
         state.undo.append(lambda model, own: remove_forward_hooks(own.inner_of(model), SharedExperts))
@@ -46,23 +46,22 @@ def check_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 def _leave_to_us(mpu: MPU, wrapper: nn.Module, inside: nn.Module) -> None:
     """Raise ConfigError if a wrapper would average experts, which differ between replicas."""
-    states = (vars(module).get("_autopar") for module in inside.modules())  # of the model, or of a copy
+    states = (vars(module).get("_autopar") for module in inside.modules())  # the model, or a copy of it
     found = [state.features["expert_gradients"] for state in states if state is not None and state.mpu is mpu]
     own = {parameter for experts in found for parameter in experts.parameters}
     names = {name for name, parameter in inside.named_parameters() if parameter in own}
     if names and not (isinstance(wrapper, DistributedDataParallel) and names <= left_out_of_ddp(wrapper)):
         raise ConfigError(
-            f"{type(wrapper).__name__} would average experts over all replicas: with expert_parallel_size="
-            f"{mpu.ep.size} above tensor_parallel_size={mpu.tp.size}\n  replicas hold different ones, "
-            f"{min(names)} for instance. Wrap DistributedDataParallel around what\n  autopar.initialize returned "
-            "itself, which has told it to leave them out."
+            f"{type(wrapper).__name__} would average experts over all replicas, which hold different ones with "
+            f"expert_parallel_size={mpu.ep.size} above tensor_parallel_size={mpu.tp.size}: {min(names)}\n"
+            "  Wrap the model that autopar.initialize returned in DistributedDataParallel, which then ignores experts."
         )
     for experts in found if isinstance(wrapper, DistributedDataParallel) else ():
         experts.inside(wrapper)
 
 
 class SharedExperts(NotCopied):
-    """Compare the modes of all ranks with experts of a layer, before a forward in which one would wait."""
+    """Compare the modes of the ranks that share experts before a forward, in which different modes would hang."""
 
     def __init__(self, mpu: MPU, failures: FailureLog) -> None:
         self.mpu, self.failures = mpu, failures
@@ -70,7 +69,7 @@ class SharedExperts(NotCopied):
     def __call__(self, model: nn.Module, _: Any) -> None:
         refuse_transforms(lambda: list(model.parameters()))
         if self.failures.in_deadline or torch.compiler.is_compiling():
-            return  # inside of generate, whose replicas continue together
+            return  # inside generate, where replicas already run together
         axis = self.mpu.shards
         with self.failures.wait("the forward of replicas that share experts", axis.ranks):
             mine = torch.tensor([model.training, torch.is_grad_enabled()], dtype=torch.int64, device=self.mpu.device)
@@ -80,19 +79,18 @@ class SharedExperts(NotCopied):
         other = next((place for place, mode in enumerate(modes) if mode != modes[0]), None)
         if other is not None:
             raise ConsistencyError(
-                f"replicas share the experts of {type(model).__name__}, and do different things with it: rank "
-                f"{axis.ranks[0]} {modes[0]},\n  rank {axis.ranks[other]} {modes[other]}. Tokens of all of ranks "
-                f"{list(axis.ranks)} meet in each layer: train and evaluate\n  on all of them at the same time, with "
-                "as many batches each."
+                f"replicas share the experts of {type(model).__name__} and must run in the same mode: rank "
+                f"{axis.ranks[0]} {modes[0]}, rank {axis.ranks[other]} {modes[other]}\n  Train and evaluate on all of "
+                f"the ranks {list(axis.ranks)} at the same time, with equally many batches."
             )
 
 
 class ExpertGradients:
-    """The experts' parameters of a model, averaged with the DDP around it."""
+    """The expert parameters of a model, whose gradients are averaged when DDP around it averages."""
 
     def __init__(self, model: nn.Module, state: Parallelized) -> None:
         self.axis, self.failures = state.mpu.copies, state.failures
-        self._averages = False  # whether the forward was one after which DDP averages
+        self._averages = False  # True if DDP averages after the current forward
         self._handles: list[Any] = []
         self.parameters = {p: name for name, p in model.named_parameters() if name in state.plan.experts}
         leave_out_of_ddp(model, self.parameters.values())
@@ -105,13 +103,13 @@ class ExpertGradients:
         return copied
 
     def inside(self, ddp: DistributedDataParallel) -> None:
-        """Average when ``ddp`` does."""
+        """Average in the backward passes in which ``ddp`` averages."""
         self._handles.append(ddp.register_forward_pre_hook(self._on_forward))
 
     def _on_forward(self, ddp: nn.Module, _: Any) -> None:
         self._averages = torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
         for parameter in self.parameters if self.axis.size > 1 else ():
-            if parameter.requires_grad and parameter not in self._hooked:  # it may have been frozen until now
+            if parameter.requires_grad and parameter not in self._hooked:  # hook later if it was frozen before
                 self._hooked.add(parameter)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._average))
 

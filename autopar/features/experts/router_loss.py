@@ -1,12 +1,12 @@
-"""The auxiliary loss of a mixture's routers, over all batches: replicas and ranks of one sequence balance it together.
+"""The auxiliary loss of a mixture's routers over the batches of all replicas and of all ranks of a sequence.
 
-Fedus et al., "Switch Transformers" (2021), equations 4 to 6: the experts' shares of choices, times their mean
-probabilities. This product of two means is not the mean of the replicas' products. The 2 x experts sums in it add up:
-they are summed over the ranks that hold the same weights before the product is made. Gradients are averaged over these
-ranks afterwards, so each rank's own part is scaled to count as often.
+Fedus et al., "Switch Transformers" (2021), equations 4 to 6, multiply the fraction of tokens of each expert by its mean
+probability. A product of means over all batches differs from the mean of the products of replicas. So both vectors are
+summed over the ranks with identical weights before the multiplication. Gradients are averaged over these ranks later,
+so the gradient of the local part is scaled by their number.
 
-transformers' models call their module's ``load_balancing_loss_func``. It is patched there; a function that
-computes something else on a sample is left as it is.
+Models of transformers call ``load_balancing_loss_func`` of their module, which is patched here. A function with another
+result on a sample stays unpatched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _balancing: contextvars.ContextVar[RouterLoss | None] = contextvars.ContextVar("
 
 
 def balance_routers(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Let the routers' loss of the undivided model be computed from all replicas' batches."""
+    """Compute the routers' loss from the batches of all replicas. The step runs before the model is split."""
     inner = state.inner_of(model)
     module = balancing_module(inner) if state.mpu.dp_cp.size > 1 else None
     if module is not None:
@@ -42,10 +42,10 @@ def balance_routers(model: nn.Module, state: Parallelized, given: Given) -> None
 
 
 class RouterLoss(NotCopied):
-    """The auxiliary loss of one model over the ranks that hold the same weights. Every rank makes it.
+    """The auxiliary loss of one model over the ranks with identical weights; every rank must create one.
 
     Args:
-        apart: True if each replica balances its own tokens.
+        apart: True if each replica balances only its own tokens.
     """
 
     def __init__(self, model: nn.Module, module: ModuleType, mpu: MPU, failures: FailureLog, *, apart: bool) -> None:
@@ -72,7 +72,7 @@ class RouterLoss(NotCopied):
     def over_ranks(
         self, logits: tuple[torch.Tensor, ...], experts: int, k: int, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the loss of all ranks' batches, identical on each. A collective of the axis."""
+        """Return the loss over the batches of all ranks, identical on all ranks. A collective of the axis."""
         chosen, probability, rows = _sums(logits, experts, k, mask)
         own = torch.cat([chosen, probability.detach(), rows.view(1)])
         total = own.clone()
@@ -85,7 +85,7 @@ class RouterLoss(NotCopied):
 
     @contextlib.contextmanager
     def share_of_sum(self, shares: int) -> Iterator[None]:
-        """Divide the loss inside by ``shares``; in evaluation, too, which all ranks run."""
+        """Divide the loss inside by ``shares``, and sum over ranks in evaluation too, which all ranks must run."""
         self._factor, self._always = 1 / shares, True
         try:
             yield
@@ -100,7 +100,7 @@ class RouterLoss(NotCopied):
 
 
 def _loss(plain: Any, logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None) -> Any:
-    """The body of ``load_balancing_loss_func``."""
+    """Compute the auxiliary loss: the body of the patched ``load_balancing_loss_func``."""
     over = _balancing.get()
     if over is None or not isinstance(logits, tuple) or num_experts is None:
         return plain(logits, num_experts, top_k, attention_mask)
@@ -112,12 +112,12 @@ def _loss(plain: Any, logits: Any, num_experts: int | None = None, top_k: int = 
 def _sums(
     logits: tuple[torch.Tensor, ...], experts: int, k: int, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the number of choices and the summed probability of each expert, and the number of tokens of all layers.
+    """Return the number of choices and the summed probability of each expert, and the number of tokens over all layers.
 
     Args:
         logits: Logits of each layer, ``[tokens, experts]``.
-        k: Number of experts of each token.
-        mask: Mask of the tokens that count, ``[batch, seq]``.
+        k: Number of experts per token.
+        mask: Mask of the tokens that count, ``[batch, seq]``; None counts all tokens.
     """
     device = logits[0].device
     weight = None if mask is None else mask.reshape(-1).to(device, torch.float32)
@@ -138,7 +138,7 @@ def _product(chosen: torch.Tensor, probability: torch.Tensor, rows: torch.Tensor
 
 
 def balancing_module(model: nn.Module) -> ModuleType | None:
-    """Return the module of transformers whose function computes the auxiliary loss of ``model``, if it is this one."""
+    """Return the module of transformers whose function computes this auxiliary loss for ``model``, or None."""
     module = router_loss_module(model)
     function = getattr(module, ROUTER_LOSS, None)
     return module if function is not None and is_switch_loss(getattr(function, "__wrapped__", function)) else None
@@ -151,7 +151,7 @@ def is_switch_loss(function: Callable[..., Any]) -> bool:
     for mask in (None, torch.tensor([[1, 1, 0], [1, 0, 1]])):
         try:
             found = function(logits, 4, 2, mask)
-        except Exception:  # it takes something else
+        except Exception:  # the function has other arguments
             return False
         if not isinstance(found, torch.Tensor) or not torch.allclose(found, _product(*_sums(logits, 4, 2, mask))):
             return False

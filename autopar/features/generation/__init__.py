@@ -1,4 +1,4 @@
-"""``model.generate`` and continuous batching on several ranks: they choose the same tokens and stop together."""
+"""``model.generate`` and continuous batching on several ranks, with identical tokens on all of them."""
 
 from autopar.registry import Feature, Step
 

@@ -1,8 +1,8 @@
 """Continuous batching of a tensor-parallel model: ``generate_batch`` and transformers' managers.
 
-transformers' own manager runs in its thread. Where ranks share a model it takes requests on the first rank of a group,
-and the other ranks follow it. autopar gives it the ranks (:mod:`.batching_turns`), this rank's KV
-heads for the paged cache, and deadlines around its steps.
+transformers' manager runs in a thread on each rank. It takes requests on the first rank of a group, and the other ranks
+follow. autopar gives it the ranks (:mod:`.batching_turns`), the local KV heads for the paged cache, and deadlines for
+its steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.tensor_parallel.hooks import cache_layouts
 
 
 def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make transformers' manager, over the ranks of a tensor-parallel group. Every rank of a replica calls it."""
+    """Make transformers' manager over the ranks of a tensor-parallel group; every rank of a replica must call it."""
     failures: FailureLog = self._autopar_failures
     mpu = failures.mpu
     if reason := _refusal(self, mpu):
@@ -40,7 +40,7 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._autopar_check.check_call(f"init_continuous_batching (with settings {digest:x})")
     cached = kept_manager(self)
     if cached is not None and not isinstance(cached, _OverRanks):
-        self.destroy_cached_continuous_batching_manager()  # of the plain model
+        self.destroy_cached_continuous_batching_manager()  # it was made before the model was parallelized
     manager = _sharing_host(self, mpu, *args, **kwargs)
     if not isinstance(manager, _OverRanks):
         swap(manager, _OverRanks)
@@ -56,7 +56,7 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _sharing_host(model: Any, mpu: MPU, *args: Any, **kwargs: Any) -> Any:
-    """Make transformers' manager; on the CPU its cache leaves memory to the other ranks of the host."""
+    """Make transformers' manager; on the CPU its cache leaves memory for the other ranks of the host."""
     kept = kept_manager(model)
     manager = type(model).init_continuous_batching(model, *args, **kwargs)
     config, ranks = manager.continuous_batching_config, int(os.environ.get("LOCAL_WORLD_SIZE") or mpu.world_size)
@@ -66,7 +66,7 @@ def _sharing_host(model: Any, mpu: MPU, *args: Any, **kwargs: Any) -> Any:
 
 
 def generate_batch(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate_batch`` with the same prompts and settings on all ranks of a replica; every rank gets all tokens."""
+    """Run ``generate_batch`` with identical prompts and settings on all ranks of a replica; each gets all tokens."""
     if reason := _refusal(self, self._autopar_failures.mpu):
         _refuse(self, reason)
     if self._autopar_check is not None:
@@ -77,7 +77,7 @@ def generate_batch(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def keep_activations(model: nn.Module) -> Iterator[None]:
-    """Keep activations inside of ``with``: transformers' blocks that recompute in training mode forget their cache."""
+    """Disable recomputation inside, since blocks that recompute in training mode drop their KV cache."""
     on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
     for module in on:
         module.gradient_checkpointing = False  # type: ignore[assignment]
@@ -89,56 +89,55 @@ def keep_activations(model: nn.Module) -> Iterator[None]:
 
 
 def forget(model: nn.Module) -> None:
-    """Destroy a manager that was kept for another session."""
+    """Destroy a manager that was kept for a later session."""
     if isinstance(kept_manager(model), _OverRanks):
         model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
 
 
 def _refusal(model: nn.Module, mpu: MPU) -> str:
-    """Return why the ranks cannot run requests together; empty if they can."""
+    """Return the part of the model or config that continuous batching does not support; empty if it supports all."""
     if mpu.pp.size > 1:
-        return f"its {mpu.pp.size} pipeline stages would each need a paged cache and a part of every step"
+        return f"pipeline_parallel_size={mpu.pp.size}"
     if mpu.cp.size > 1:
-        return f"context_parallel_size={mpu.cp.size} shares out rows of one sequence, and a step has rows of many"
+        return f"context_parallel_size={mpu.cp.size}"
     if mpu.shards.size > mpu.tp.size:
-        return f"experts lie on {mpu.shards.size} ranks of several replicas, and each replica takes steps of its own"
+        return f"experts that are distributed over {mpu.shards.size} ranks of several replicas"
     if mpu.dp_cp.size > 1 and any(isinstance(one, DTensor) for one in model.parameters()):
-        return f"zero.stage 2 and 3 gather weights over {mpu.dp_cp.size} replicas, and each takes steps of its own"
+        return f"zero.stage 2 and 3 on {mpu.dp_cp.size} replicas"
     if mpu.tp.size > 1 and not takes_ranks():
-        return f"this release of transformers lets each of the {mpu.tp.size} ranks choose by itself what runs next"
+        return f"tensor_parallel_size={mpu.tp.size} in this release of transformers"
     return ""
 
 
 def _refuse(model: nn.Module, reason: str) -> NoReturn:
     raise ConfigError(
-        f"continuous batching (generate_batch, paged attention) of {type(model).__name__}: {reason}.\n"
+        f"continuous batching (generate_batch, paged attention) of {type(model).__name__} is not supported with "
+        f"{reason}\n"
         "  Use model.generate(**tokenizer(prompts, padding=True, padding_side='left', return_tensors='pt')) on all "
-        "ranks; of TRL\n  leave use_transformers_paged (use_transformers_continuous_batching) out. It goes with "
-        "tensor_parallel_size, with replicas\n  of that, and with replicas of the whole model (transformers 5.23)."
+        "ranks; with TRL\n  remove use_transformers_paged (use_transformers_continuous_batching). Supported are "
+        "tensor_parallel_size and replicas\n  (transformers 5.23)."
     )
 
 
 def _own_kv_heads(model: Any, mpu: MPU) -> int:
-    """Return the number of this rank's KV heads in a layer; raise ConfigError if layers differ on any rank."""
+    """Return the number of local KV heads per layer; raise ConfigError if layers differ on any rank."""
     config = model.config.get_text_config()
-    whole = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    full = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     layouts = cache_layouts(model)
     layers = [
-        next((one for one in layouts.get(number, ()) if one.size == whole), None)
+        next((one for one in layouts.get(number, ()) if one.size == full), None)
         for number in range(config.num_hidden_layers)
     ]
     for rank in range(mpu.tp.size):
-        found = {whole if layout is None else layout.local_size(rank) for layout in layers}
+        found = {full if layout is None else layout.local_size(rank) for layout in layers}
         if len(found) > 1:
-            _refuse(
-                model, f"its layers have {sorted(found)} KV heads on rank {mpu.tp.ranks[rank]}, and a cache one number"
-            )
+            _refuse(model, f"different numbers of KV heads in its layers: {sorted(found)} on rank {mpu.tp.ranks[rank]}")
     mine = layers[0]
-    return whole if mine is None else mine.local_size(mpu.tp.rank)
+    return full if mine is None else mine.local_size(mpu.tp.rank)
 
 
 class _Seen:
-    """An object with other values of some attributes."""
+    """A proxy of an object with some attributes replaced."""
 
     def __init__(self, seen: Any, **own: Any) -> None:
         vars(self).update(own, _seen=seen)
@@ -148,7 +147,7 @@ class _Seen:
 
 
 class _OverRanks:
-    """Mixin before transformers' manager: its loop on the ranks of a tensor-parallel group."""
+    """Mixin for transformers' manager that runs its loop on the ranks of a tensor-parallel group."""
 
     model: Any
     batch_processor: Any
@@ -156,7 +155,7 @@ class _OverRanks:
     distributed_helper: Any
 
     def over_ranks(self: Any, failures: FailureLog, check: Any, heads: int) -> None:
-        """Continue over the ranks; the manager was made for one process. Collective over tp."""
+        """Switch a manager that was made for one process to the ranks. A collective of tp."""
         from autopar.features.generation.batching_turns import RankTurns
 
         here = weakref.ref(self)
@@ -164,27 +163,27 @@ class _OverRanks:
         seconds = self.continuous_batching_config.cpu_group_timeout
         self.distributed_helper = RankTurns(failures, seconds, lambda: _progress(here()), lambda: status.fatal_error)
         self.autopar_failures, self.autopar_check, self.autopar_heads = failures, check, heads
-        self.autopar_thread: int | None = None  # that takes the steps
-        self.autopar_compare = True  # weights, in the next step
-        self.autopar_told = False
+        self.autopar_thread: int | None = None  # the thread that runs the steps
+        self.autopar_compare = True  # True to compare weights in the next step
+        self.autopar_raised = False
 
     def _create_batch_processor(self: Any) -> Any:
-        """Make or find the paged cache of this rank's heads; where a rank cannot, all ranks learn it."""
-        whole = self.model
-        text = config_view(whole.config.get_text_config())
+        """Make or find the paged cache of the local heads; a failure of one rank is raised on all ranks."""
+        model = self.model
+        text = config_view(model.config.get_text_config())
         set_value(text, "num_key_value_heads", self.autopar_heads)
-        self.model = _Seen(whole, config=_Seen(whole.config, get_text_config=lambda: text))
+        self.model = _Seen(model, config=_Seen(model.config, get_text_config=lambda: text))
         try:
             return super()._create_batch_processor()  # type: ignore[misc]
         except BaseException as error:
             self.distributed_helper.fail(error)
             raise
         finally:
-            self.model = whole
+            self.model = model
 
     @contextlib.contextmanager
     def autopar_step(self: Any, compare: bool) -> Iterator[None]:
-        """Limit the collectives of a step, and name the rank that did not come to them."""
+        """Set a deadline for the collectives of a step, and name a rank that times out."""
         failures, check = self.autopar_failures, self.autopar_check
         what, ranks = "a step of continuous batching", failures.mpu.tp.ranks
         with contextlib.ExitStack() as stack:
@@ -196,7 +195,7 @@ class _OverRanks:
             yield
 
     def warmup(self: Any) -> None:
-        """Capture graphs, on all ranks at once."""
+        """Capture graphs on all ranks at the same time."""
         self.autopar_thread = threading.get_ident()
         with self.autopar_step(compare=False):
             super().warmup()  # type: ignore[misc]
@@ -208,45 +207,44 @@ class _OverRanks:
             super()._generation_step()  # type: ignore[misc]
 
     def start(self: Any) -> None:
-        """Start the thread; weights are compared in its first step."""
+        """Start the thread; its first step compares weights."""
         if not self.is_running():
-            self.autopar_compare, self.autopar_told = True, False
+            self.autopar_compare, self.autopar_raised = True, False
             self.distributed_helper.asked_to_stop = 0
         super().start()  # type: ignore[misc]
 
     @contextlib.contextmanager
     def pause(self: Any) -> Iterator[None]:
-        """Pause on all ranks; weights are compared afterwards, as they may have changed."""
+        """Pause on all ranks; the next step compares weights, which may have changed."""
         with super().pause():  # type: ignore[misc]
             self.autopar_compare = True
             yield
 
     def stop(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Stop when all ranks do, and raise the error that ended the thread before that, once."""
+        """Stop when all ranks stop; raise an error that ended the thread earlier, once."""
         super().stop(*args, **kwargs)  # type: ignore[misc]
-        if self.is_running() or self.autopar_told:
+        if self.is_running() or self.autopar_raised:
             return
         error = self.background_thread_status.fatal_error
         if error is not None:
-            self.autopar_told = True
+            self.autopar_raised = True
             self.autopar_failures.publish_error(error)
             forget(self.model)
             self.distributed_helper.destroy_cpu_comm_group()
             raise error
 
     def check_thread(self: Any) -> None:
-        """Refuse a forward of another thread while this one takes steps, unless that one has paused it."""
+        """Raise ConfigError for a forward in another thread while the manager runs and is not paused."""
         inside = self.autopar_thread == threading.get_ident()
         if self.is_running() and not inside and not self.background_thread_status.is_pause_requested(local=True):
             raise ConfigError(
-                f"continuous batching of {type(self.model).__name__} runs in a thread, and this is a forward in "
-                "another one: the collectives of the two would meet.\n"
-                "  Put it inside of `with manager.pause():`, on all ranks, or call manager.stop() before it."
+                f"a forward is not supported while continuous batching of {type(self.model).__name__} runs in another "
+                "thread\n  Put it inside `with manager.pause():` on all ranks, or call manager.stop() before it."
             )
 
 
 def _progress(manager: Any) -> dict[str, tuple[int, int]]:
-    """Return the number of tokens and the last one of each request that runs."""
+    """Return the number of tokens and the last token of each running request."""
     processor = None if manager is None else manager.batch_processor
     active = {} if processor is None else processor.scheduler.active_requests
     tokens = {name: state.generated_tokens for name, state in active.items()}

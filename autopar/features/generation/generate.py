@@ -1,4 +1,4 @@
-"""``generate`` on the ranks of a model replica, which choose the same tokens and stop together."""
+"""``generate`` on the ranks of a model replica: sample identical tokens and stop at the same time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, Confidenc
 
 
 def generate_together(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Replace the methods, after the hooks of forwards, which keep their data on each Hugging Face model."""
+    """Replace the generation methods. The step runs after the hooks of forwards, whose data it uses."""
     methods = {each.__name__: each for each in (batching.init_continuous_batching, batching.generate_batch)}
     methods["generate"] = _generate
     for module in (each for each in state.inner_of(model).modules() if isinstance(each, PreTrainedModel)):
@@ -51,13 +51,13 @@ def _undo(model: nn.Module, state: Parallelized) -> None:
 
 
 class AgreedCriteria(StoppingCriteria):
-    """Stop a sequence on all ranks of a model replica as soon as one of the criteria says so on one of them."""
+    """Stop a sequence on all ranks of a model replica as soon as one criterion is met on one rank."""
 
     def __init__(self, criteria: Sequence[Any], failures: FailureLog) -> None:
         self.criteria, self.failures = StoppingCriteriaList(criteria), failures
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Return which sequences are done, ``[batch]``. A collective of the replica."""
+        """Return the flags of finished sequences, ``[batch]``. A collective of the replica."""
         axis = self.failures.mpu.model
         done = self.criteria(input_ids, scores, **kwargs).to(torch.int32)
         with self.failures.blame("agreeing whether generate has come to its end", axis.ranks):
@@ -65,7 +65,7 @@ class AgreedCriteria(StoppingCriteria):
         return done > 0
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of one of the criteria: transformers looks for ``eos_token_id``."""
+        """Return an attribute of one of the criteria; transformers reads ``eos_token_id``."""
         for one in vars(self).get("criteria", ()):
             if hasattr(one, name):
                 return getattr(one, name)
@@ -75,8 +75,8 @@ class AgreedCriteria(StoppingCriteria):
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``generate`` with identical samples on all ranks of a model replica, from the first rank's random state.
 
-    A ``TextStreamer`` prints on the first rank of the replica only; a streamer for a program runs on all ranks.
-    Replicas that share experts continue until the last one has ended.
+    A ``TextStreamer`` prints on the first rank of the replica only; other streamers run on all ranks. Replicas that
+    share experts continue until all of them have finished.
     """
     failures: FailureLog = self._autopar_failures
     check = self._autopar_check
@@ -99,7 +99,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the criteria of ``generate``: those on which ranks may differ are one, the last, on which they agree."""
+    """Return the criteria of ``generate``; those that may differ by rank become one :class:`AgreedCriteria`."""
     criteria = type(self)._get_stopping_criteria(self, *args, **kwargs)
     apart = [one for one in criteria if type(one) not in _OF_TOKENS]
     same = [one for one in criteria if type(one) in _OF_TOKENS]

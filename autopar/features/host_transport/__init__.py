@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one machine through memory that they share: ``cpu_transport: auto | shm``."""
+"""Collectives between the ranks of one machine through shared memory: ``cpu_transport: auto | shm``."""
 
 from autopar.registry import Feature
 

@@ -1,29 +1,29 @@
 """Collectives of CPU tensors through memory that the ranks of one machine share, instead of gloo's sockets.
 
-vLLM, SGLang and DeepSpeed have the same for inference on CPUs, in C++. Here every step is one torch operation on views
-made in advance, and a flag of 8 bytes.
+vLLM, SGLang and DeepSpeed have similar collectives in C++ for inference on CPUs. Here every step is one torch operation
+on a cached view, and a flag of 8 bytes.
 
-**Protocol.** Every rank has a slot in each of two buffers, and a flag. A collective is: copy into the rank's slot of
-the next buffer, set the rank's flag to the number of the collective, wait until no flag has a lower number, read the
-slots. Two buffers suffice: a rank that writes into a buffer again has seen all flags of the collective in between, and
-each rank sets its flag only after it has read. Sums are added in the order of ranks on every rank: the same bits
-everywhere. Large sums over three or more ranks take two steps (reduce-scatter, all-gather); a tensor larger than a slot
-is chunked.
+**Protocol.** Every rank has a slot in each of two buffers, and a flag. In a collective, each rank copies its data into
+its slot of the next buffer, sets its flag to the number of the collective, waits until no flag is lower, and reads the
+slots. Two buffers suffice: before a rank writes into a buffer again, it has seen all flags of the collective in
+between, and a rank sets its flag only after reading. Every rank adds in the order of ranks, so sums are bitwise
+identical. Large sums over three or more ranks take two steps (reduce-scatter, all-gather). A tensor larger than a slot
+is sent in chunks.
 
-**Memory order.** A flag must not be seen before the data that it announces. On x86 stores become visible in program
-order, and loads are done in it (Intel SDM 3A 8.2.2; AMD APM 2 7.2); string instructions are ordered with a later store
-to a flag (8.2.4), and the non-temporal stores of memcpy end with a fence. Flag and data are written by separate calls
-into compiled code, which no compiler reorders, and an aligned flag of 8 bytes is one store. Python has no barrier for
-weaker orders, such as ARM's: there gloo is used.
+**Memory order.** A flag must not become visible before its data. On x86, stores become visible in program order, and
+loads run in program order (Intel SDM 3A 8.2.2; AMD APM 2 7.2). String instructions are ordered before a later store to
+a flag (8.2.4), and the non-temporal stores of memcpy end with a fence. Separate calls into compiled code write flag and
+data, so no compiler reorders them, and an aligned flag of 8 bytes is a single store. Python has no barrier for weaker
+memory orders such as ARM's, so autopar uses gloo there.
 
-**Waiting.** Spin for some milliseconds (a tenth of one where ranks share cores), giving the core to other processes;
-then sleep, and look for processes that have ended. A rank that fails inside a collective marks it for the other ranks,
-and can use the transport no more.
+**Waiting.** A rank spins for a few milliseconds (0.1 ms if ranks share cores), yielding its core to other processes.
+Then it sleeps, and checks for terminated processes. A rank that fails inside a collective sets a mark for the other
+ranks and cannot use the transport again.
 
-**Memory.** An anonymous file (memfd) of the group's first rank, which the other ranks open through /proc: it has no
-name that could stay, and the kernel frees it with the last process that maps it.
+**Memory.** The memory is an anonymous file (memfd) of the group's first rank, which the other ranks open through /proc.
+It has no name that could be left behind, and the kernel frees it with the last process that maps it.
 
-**Choice.** All groups of a mesh get the same transport, because all ranks decide from the facts of all ranks.
+**Choice.** All groups of a mesh get the same transport, because all ranks decide from the same facts.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from autopar.registry import TRACE
 from autopar.swap import NotCopied
 
 _SLOT = 1 << 20  # bytes
-_ONE_STEP = 1 << 16  # bytes up to which three or more ranks add up everything themselves
-_LINE = 16  # words between flags: two cache lines, which are fetched together
+_ONE_STEP = 1 << 16  # largest tensor, in bytes, that three or more ranks sum in one step
+_LINE = 16  # words between flags: two cache lines, which CPUs fetch together
 _PAGE = 4096
-_SIGNATURE = 24  # bits of a flag that say which collective it is, below its number
-_SPIN = 1e-4  # seconds; longer ones keep from its core the rank that is waited for, where cores are shared
-_SPIN_ON_OWN_CORE = 3e-3  # one that sleeps has to be woken (measured: 3 to 7 % of the time of a decoded token)
+_SIGNATURE = 24  # low bits of a flag, which identify the collective; its number is above them
+_SPIN = 1e-4  # seconds; with shared cores a longer spin blocks the awaited rank
+_SPIN_ON_OWN_CORE = 3e-3  # seconds; waking up from sleep costs 3 to 7 % of the time per decoded token (measured)
 _SLEEPS = (2e-5, 1e-3)  # seconds: shortest and longest
-_LOOK_AFTER = 0.1  # seconds between two looks at the other processes
-_CACHED = 256  # shapes of which views are kept
+_LOOK_AFTER = 0.1  # seconds between two checks of the other processes
+_CACHED = 256  # number of shapes whose views are cached
 _METHODS = {  # collective of autopar.distributed.gloo_collectives -> method
     "all_reduce": "_all_reduce",
     "reduce_scatter_tensor": "_reduce_scatter",
@@ -80,17 +80,17 @@ def _header_bytes(size: int) -> int:
 
 
 _Views = tuple[int, list[torch.Tensor], list[list[torch.Tensor]]]
-"""Signature of a dtype and shape, all slots of each buffer, ``[size, *shape]``, and each rank's, ``[*shape]``."""
+"""Signature of dtype and shape, slots of each buffer, ``[size, *shape]``, and slot of each rank, ``[*shape]``."""
 
 
 class HostTransport(NotCopied):
-    """Collectives of one axis through shared memory; one at a time, whichever thread calls them.
+    """Collectives of one axis through shared memory. A lock serializes calls of several threads.
 
     Args:
-        axis: The axis, whose ranks all run on this machine.
-        processes: The processes of these ranks.
+        axis: Axis whose ranks all run on this machine.
+        processes: Processes of these ranks.
         segment: Mapped memory of :func:`segment_bytes`, initially zero.
-        own_cores: True if each rank of the machine has a core for itself.
+        own_cores: True if the machine has a core for each of its ranks.
     """
 
     def __init__(
@@ -105,19 +105,19 @@ class HostTransport(NotCopied):
         with torch.inference_mode(False):
             self._data = torch.frombuffer(segment, dtype=torch.uint8, offset=header).view(2, axis.size, _SLOT)
         self._views: dict[tuple[torch.dtype, torch.Size], _Views] = {}
-        self._count = 0  # collectives so far
+        self._count = 0  # number of collectives so far
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._failed = ""
 
     def run(self, collective: str, *args: Any) -> bool:
-        """Run a collective by torch's name, with the same sizes on all ranks; False if shared memory has none of it.
+        """Run a collective by torch's name, with identical sizes on all ranks.
 
-        ``all_reduce(x)`` sums in place, ``all_gather_into_tensor(out, x)`` and ``reduce_scatter_tensor(out, x)`` take
-        flat contiguous tensors. The answer is identical on all ranks.
+        ``all_reduce(x)`` sums in place; ``all_gather_into_tensor(out, x)`` and ``reduce_scatter_tensor(out, x)`` need
+        flat contiguous tensors. Returns False on all ranks if shared memory does not support the collective.
 
         Raises:
-            DistBackendError: A rank has ended, has failed, or did not come within the timeout of the axis's group.
+            DistBackendError: A rank has ended, failed or timed out (timeout of the axis's group).
             RuntimeError: The ranks are in different collectives, or this process is a fork of a rank.
         """
         name = _METHODS.get(collective, "")
@@ -134,7 +134,7 @@ class HostTransport(NotCopied):
         if not is_in_torch_dispatch_mode():
             self._call(method, args)
             return True
-        # A dispatch mode that follows tensors sees the sources of the result, and none of the slots.
+        # Show a dispatch mode that follows tensors the sources of the result, but hide the slots.
         if name == "_all_gather":
             args[0].view(self._size, -1).copy_(args[1])
         elif name == "_reduce_scatter":
@@ -144,7 +144,7 @@ class HostTransport(NotCopied):
         return True
 
     def close(self) -> None:
-        """Release the memory; a rank that waits for this one learns it."""
+        """Release the memory; ranks that wait for this one raise."""
         with self._lock:
             self._leave("the transport was closed")
             self._views.clear()
@@ -154,14 +154,14 @@ class HostTransport(NotCopied):
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"process {os.getpid()} was forked from rank {self._axis.ranks[self._rank]} (process {self._pid}): "
-                "only the rank itself takes part in collectives"
+                "only the rank's process may run collectives"
             )
         with self._lock:
             if self._failed:
                 raise dist.DistBackendError(f"{self}: no collective is possible any more: {self._failed}")
             try:
                 method(*args)
-            except BaseException as error:  # an interrupt, too: no other rank may take half written data
+            except BaseException as error:  # also for an interrupt: no rank may read half-written data
                 self._leave(f"{type(error).__name__}: {error}")
                 raise
 
@@ -210,7 +210,7 @@ class HostTransport(NotCopied):
             _add_in_order([slot[self._rank] for slot in slots], out[start : start + width])
 
     def _put(self, x: torch.Tensor) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
-        """Begin a collective: write ``x`` into the next buffer, and return its signature and slots."""
+        """Start a collective: write ``x`` into the next buffer, and return its signature and slots."""
         signature, blocks, slots = self._views.get((x.dtype, x.shape)) or self._make_views(x)
         self._count += 1
         turn = self._count & 1
@@ -220,7 +220,7 @@ class HostTransport(NotCopied):
     def _make_views(self, x: torch.Tensor) -> _Views:
         if len(self._views) >= _CACHED:
             self._views.clear()
-        with torch.inference_mode(False):  # they are used in any mode
+        with torch.inference_mode(False):  # the views must work in any mode
             blocks = [buffer[:, : x.nbytes].view(x.dtype).view(self._size, *x.shape) for buffer in self._data]
             slots = [list(block.unbind(0)) for block in blocks]
         signature = zlib.crc32(f"{x.dtype} {x.numel()}".encode()) >> (32 - _SIGNATURE)
@@ -228,7 +228,7 @@ class HostTransport(NotCopied):
         return made
 
     def _meet(self, signature: int, step: int = 0) -> None:
-        """Announce that this rank has come so far, and wait until all have."""
+        """Set this rank's flag, and wait until all ranks have reached the same point."""
         flags = self._flags
         mark = (2 * self._count + step) << _SIGNATURE | signature
         flags[self._own] = mark
@@ -242,7 +242,7 @@ class HostTransport(NotCopied):
         looked = start
         while True:
             found, now = flags[place], time.monotonic()
-            if found == mark or found >> _SIGNATURE > number:  # that rank may be in a later collective
+            if found == mark or found >> _SIGNATURE > number:  # the other rank may already be in a later collective
                 return
             if now - start < self._spin:
                 os.sched_yield()
@@ -256,7 +256,7 @@ class HostTransport(NotCopied):
             left = any(flags[other + 1] for other in self._others)
             if left or now - looked > _LOOK_AFTER:
                 gone = self._gone(left)
-                if gone and flags[place] >> _SIGNATURE < number:  # it may have come since, and ended then
+                if gone and flags[place] >> _SIGNATURE < number:  # read again: it may have set its flag before it ended
                     raise dist.DistBackendError(f"{self}: {gone}")
                 looked = now
             if now - start > (seconds := _timeout(self._axis.group)):
@@ -266,7 +266,7 @@ class HostTransport(NotCopied):
             pause = min(1.5 * pause, _SLEEPS[1])
 
     def _gone(self, left: bool) -> str:
-        """Return which ranks have ended, or have left after an error; empty if none."""
+        """Return a description of ranks that have ended, or left after an error; empty if there are none."""
         for rank, process in zip(self._axis.ranks, self._processes, strict=True):
             if process.is_alive() is False:
                 return f"rank {rank} has ended: its process {process.pid} is gone"
@@ -292,7 +292,7 @@ def _timeout(group: Any) -> float:
 
 
 def _add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of the parts, in their order, into ``out``; half precision is summed in fp32 and rounded once."""
+    """Write the sum of the parts, added in order, into ``out``; half precision is summed in fp32 and rounded once."""
     if out.dtype in _HALF and len(parts) > 2:
         total = parts[0].float()
         for part in parts[1:]:
@@ -304,16 +304,17 @@ def _add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         torch.add(out, part, out=out)
 
 
-_ORDERED = ("x86_64", "AMD64")  # processors on which flags are seen after the data, without barriers
+_ORDERED = ("x86_64", "AMD64")  # processors on which flags become visible after the data without barriers
 
 
 class _Offer(NamedTuple):
-    """A rank's message to the other ranks.
+    """The message of a rank to the other ranks.
 
     Attributes:
-        cores: Numbers of the cores on which it may run.
-        descriptor: Descriptor of the memory that it made for its group; -1 on every rank but the group's first.
-        problem: The reason why it cannot share memory; empty if it can.
+        process: Process of the rank.
+        cores: Numbers of the cores on which the rank may run.
+        descriptor: File descriptor of the group's memory on the first rank of the group; -1 on other ranks.
+        problem: Reason why the rank cannot share memory; empty if it can.
     """
 
     process: Process
@@ -323,18 +324,18 @@ class _Offer(NamedTuple):
 
 
 def choose_transport(axis: Axis, groups: Sequence[Sequence[int]], choice: str, control: Any) -> HostTransport | None:
-    """Connect the ranks of each group through shared memory if that is chosen and possible; None: use gloo.
+    """Connect the ranks of each group through shared memory if it is chosen and possible; return None for gloo.
 
-    Collective over the world, unless ``choice`` is gloo or the axis has one rank.
+    A collective of the world, unless ``choice`` is gloo or the axis has one rank.
 
     Args:
-        axis: The axis of this rank.
-        groups: Global ranks of the axis's groups, of all ranks of the world.
+        axis: Axis of this rank.
+        groups: Global ranks of all groups of the axis in the world.
         choice: ``auto``, ``gloo`` or ``shm``.
-        control: The gloo group of the world.
+        control: gloo group of the world.
 
     Raises:
-        ConfigError: ``shm`` is chosen and impossible for a rank; on every rank.
+        ConfigError: ``shm`` is chosen but a rank does not support it; on every rank.
     """
     if choice == "gloo" or axis.size == 1:
         return None
@@ -358,8 +359,8 @@ def choose_transport(axis: Axis, groups: Sequence[Sequence[int]], choice: str, c
         made.close()
     if choice == "shm":
         raise ConfigError(
-            f"model_parallelism.cpu_transport=shm is impossible: {problem}.\n"
-            "  gloo works everywhere; auto takes shm where it is possible and there is a core for each rank."
+            f"model_parallelism.cpu_transport=shm is not supported here: {problem}\n"
+            "  Use gloo, which works everywhere, or auto, which takes shm where it works and each rank has a core."
         )
     return None
 
@@ -373,7 +374,7 @@ def _offer(axis: Axis) -> _Offer:
         problem = f"{platform.system()} has no memory without a name (memfd_create)"
     elif device_of(axis).type != "cpu":
         problem = f"its tensors are on {device_of(axis)}"
-    elif os.environ.get(TRACE):  # perhaps of this rank alone
+    elif os.environ.get(TRACE):  # maybe set on this rank only
         problem = f"{TRACE} is set, and a trace sees what torch carries"
     elif "gloo" not in str(dist.get_backend_config(axis.group)):
         problem = f"the tensor-parallel group is {dist.get_backend(axis.group)}, not gloo"
@@ -381,14 +382,14 @@ def _offer(axis: Axis) -> _Offer:
         size = segment_bytes(axis.size)
         try:
             descriptor = os.memfd_create("autopar", os.MFD_CLOEXEC)
-            os.posix_fallocate(descriptor, 0, size)  # now, and not when a page is first written
+            os.posix_fallocate(descriptor, 0, size)  # fail here instead of at the first write to a page
         except OSError as error:
             problem = f"there are no {size} bytes to share ({error})"
     return _Offer(Process.current(), cores, descriptor, problem)
 
 
 def _obstacle(offers: list[_Offer], groups: Sequence[Sequence[int]], choice: str) -> str:
-    """Return why the groups do not get shared memory; empty if they do."""
+    """Return the reason why the groups cannot use shared memory; empty if they can."""
     problem = _first([offer.problem for offer in offers])
     if problem:
         return problem
@@ -401,7 +402,7 @@ def _obstacle(offers: list[_Offer], groups: Sequence[Sequence[int]], choice: str
 
 
 def _crowded(offers: list[_Offer]) -> str:
-    """Return which machine has more ranks than cores; empty if each rank has a core."""
+    """Return a description of a machine with more ranks than cores; empty if each rank has a core."""
     by_place: dict[str, list[_Offer]] = {}
     for offer in offers:
         by_place.setdefault(offer.process.place, []).append(offer)
@@ -413,7 +414,7 @@ def _crowded(offers: list[_Offer]) -> str:
 
 
 def _host(offer: _Offer) -> str:
-    """Return the host name, and its boot time and container, which differ between machines of one name."""
+    """Return the host name with boot time and container, which distinguish machines of the same name."""
     name, *rest = offer.process.place.split()
     return f"{name} ({' '.join(rest)})" if rest else name
 
@@ -423,7 +424,7 @@ def _first(problems: list[str]) -> str:
 
 
 def _connect(axis: Axis, offers: list[_Offer], *, own_cores: bool) -> tuple[HostTransport | None, str]:
-    """Map the memory of the group's first rank, or return why this rank cannot."""
+    """Map the memory of the group's first rank; return the transport, or None and the problem."""
     owner, size = offers[0], segment_bytes(axis.size)
     path = f"/proc/{owner.process.pid}/fd/{owner.descriptor}"
     try:

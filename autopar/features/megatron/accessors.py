@@ -1,6 +1,6 @@
 """Groups, ranks and sizes of an MPU, under the names of OSLO, Megatron-LM and DeepSpeed.
 
-Most are ``get_AXIS_VALUE()``, such as ``get_tensor_parallel_rank()``: :class:`MeshAccessors` gets them from tables.
+Most names have the form ``get_AXIS_VALUE()``, such as ``get_tensor_parallel_rank()``; they are generated from tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.features.megatron.toolbox import Dtypes, broadcast_data, check_divi
 
 _TP, _PP = ("tp", "the ranks that hold the shards of one layer"), ("pp", "the stages of a replica")
 _EP = ("ep", "the ranks that hold the experts of one layer")
-_AXES = {  # in a name -> the axis, and its ranks in words
+_AXES = {  # part of a name -> axis, description of its ranks
     **dict.fromkeys(("tensor_parallel", "tensor_model_parallel", "slice_parallel"), _TP),
     **dict.fromkeys(("pipeline_parallel", "pipeline_model_parallel", "pipe_parallel"), _PP),
     **dict.fromkeys(("expert_parallel", "expert_model_parallel"), _EP),
@@ -29,7 +29,7 @@ _AXES = {  # in a name -> the axis, and its ranks in words
     "expert_data_parallel": ("edp", "the ranks that hold the same experts, and read other data"),
     "model_parallel": ("tp_pp", "the ranks that hold each shard of the model once (tp x pp)"),
 }
-_VALUES: dict[str, tuple[Callable[[Axis], Any], str]] = {  # in a name -> value of the axis, and its description
+_VALUES: dict[str, tuple[Callable[[Axis], Any], str]] = {  # part of a name -> value of the axis, its description
     "group": (attrgetter("group"), "the process group of"),
     "rank": (attrgetter("rank"), "this rank's place among"),
     "world_size": (attrgetter("size"), "the number of"),
@@ -42,7 +42,7 @@ _VALUES: dict[str, tuple[Callable[[Axis], Any], str]] = {  # in a name -> value 
     "global_ranks_per_group": (lambda axis: list(axis.ranks), "the global ranks of"),
 }
 
-_DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` or ``dp_cp`` -> its value and description
+_DATA = {  # VALUE of get_data_parallel_VALUE(with_context_parallel=False) -> value of ``dp`` or ``dp_cp``, description
     "group": ("group", "the process group for ``DistributedDataParallel(model, process_group=...)``"),
     "rank": ("rank", "the index of this rank's replica: ``DistributedSampler(rank=...)``"),
     "world_size": ("world_size", "the number of replicas: ``DistributedSampler(num_replicas=...)``"),
@@ -52,8 +52,8 @@ _DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` o
 
 
 _EMBEDDING = "the process group of the first and last stage, which hold tied embeddings; None between"
-_CHUNKS = "None: which chunks of a schedule a stage holds is the pipeline's affair"
-_ALIVE = "whether the process groups are there: from the start until ``destroy``"
+_CHUNKS = "None, since the pipeline manages the chunks of a stage"
+_ALIVE = "whether the process groups exist, until ``destroy``"
 _OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {  # name -> value of the MPU, and its description
     "is_pipeline_first_stage": (lambda mpu: mpu.pp.rank == 0, "whether this rank holds the embeddings"),
     "is_pipeline_last_stage": (lambda mpu: mpu.pp.rank == mpu.pp.size - 1, "whether this rank holds the head"),
@@ -61,7 +61,7 @@ _OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {  # name -> value of the
     "get_embedding_tied_group": (lambda mpu: mpu._embedding and mpu._embedding.group, _EMBEDDING),
     "get_embedding_global_ranks": (
         lambda mpu: sorted({mpu.pp.ranks[0], mpu.pp.ranks[-1]}),
-        "the global ranks of the first and the last stage of this replica, one if they are the same",
+        "the global ranks of the first and the last stage of this replica; a single rank if they are the same",
     ),
     "is_rank_in_embedding_group": (lambda mpu: mpu._embedding is not None, "whether this rank holds tied embeddings"),
     "get_virtual_pipeline_model_parallel_rank": (lambda mpu: None, _CHUNKS),
@@ -90,18 +90,18 @@ class MeshAccessors:
         return collectives.reduce(x, self.tp)
 
     def scatter(self: Any, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Keep own shard, ``[..., n] -> [..., n/tp]``; backward is an all-gather. ConfigError if it does not divide."""
+        """Keep the local shard, ``[..., n] -> [..., n/tp]``; backward all-gathers. Raise ConfigError for uneven n."""
         check_divides(x.shape[dim], self.tp, f"dim {dim}")
         return collectives.scatter(x, self.tp, even_layout(x.shape[dim], self.tp.size), dim)
 
     def gather(self: Any, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """All-gather ``[..., n/tp] -> [..., n]`` of equal widths; backward keeps the own shard."""
+        """All-gather ``[..., n/tp] -> [..., n]`` of equal widths; backward keeps the local shard."""
         return collectives.gather(x, self.tp, even_layout(x.shape[dim] * self.tp.size, self.tp.size), dim)
 
     def broadcast_data(
         self: Any, keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes
     ) -> dict[int | str, torch.Tensor]:
-        """Broadcast the first tensor-parallel rank's tensors, see :func:`autopar.tensor_parallel.broadcast_data`."""
+        """Broadcast tensors of the first tensor-parallel rank; see :func:`autopar.tensor_parallel.broadcast_data`."""
         return broadcast_data(keys, data, dtype, self)
 
 
@@ -127,8 +127,8 @@ def _data_getter(value: Callable[[Axis], Any], words: str) -> Callable[..., Any]
 
     get.__doc__ = (
         f"Return {words}.\n\n"
-        "With a context-parallel size above 1 gradients are averaged over the ranks ``with_context_parallel``: all of\n"
-        "those that hold the same weights, also those that read the same data."
+        "Average gradients over the ranks ``with_context_parallel``: all ranks with the same weights, including ranks\n"
+        "that share a sequence."
     )
     return get
 

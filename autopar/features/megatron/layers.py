@@ -1,7 +1,7 @@
-"""Megatron-LM's layers and loss for a user-defined model, and its marks on the parameters of any parallelized model.
+"""Megatron-LM's layers and loss for user-defined models, and its marks on the parameters of parallelized models.
 
-A constructor draws the full weight on every rank from the same random state and keeps this rank's shard. So a model has
-the same full weights for any tensor-parallel size, and without ``init_method`` the values of ``nn.Linear`` and
+A constructor draws the full weight on every rank from the same random state, and keeps the local shard. So a model has
+the same full weights for any tensor-parallel size; without ``init_method`` they equal those of ``nn.Linear`` and
 ``nn.Embedding``. The forwards are in :mod:`autopar.tensor_parallel.layers`.
 """
 
@@ -31,9 +31,9 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class _LayerRegion(Region):
-    """The region of a layer without a parallelized model around it, which keeps nothing for the next layer.
+    """The region of a single layer, which shares no copies with other layers.
 
-    Its random draws are the user's responsibility (:func:`autopar.tensor_parallel.get_cuda_rng_tracker`).
+    The user must manage its random draws (:func:`autopar.tensor_parallel.get_cuda_rng_tracker`).
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LayerRegion:
@@ -48,10 +48,10 @@ def seeded_axis(group: Group | None, layer: str) -> Axis:
 
     Raises:
         ConfigError: ``group`` is None.
-        ConsistencyError: The ranks' random states differ, so they would draw different weights; on all ranks.
+        ConsistencyError: Random states differ, so ranks would draw different weights; on all ranks.
     """
     if group is None:
-        raise ConfigError(f"{layer} needs group=, a torch ProcessGroup or an MPU: there is no global one")
+        raise ConfigError(f"{layer} requires group=, a torch ProcessGroup or an MPU; there is no global group")
     axis = axis_of(group)
     if axis.size == 1:
         return axis
@@ -62,20 +62,20 @@ def seeded_axis(group: Group | None, layer: str) -> Axis:
     if largest != smallest:
         raise ConsistencyError(
             f"{layer}: the random states of the ranks {list(axis.ranks)} differ: they would draw different weights.\n"
-            "  Seed all of them alike before the model is built: torch.manual_seed(1234)."
+            "  Seed all of them identically before building the model: torch.manual_seed(1234)."
         )
     return axis
 
 
 def layout_of(layer: str, what: str, size: int, dim: int, axis: Axis, stride: int = 1, unit: int = 1) -> Layout:
-    """Return the layout of ``size`` features: ``stride`` parts side by side, in units of ``unit`` features.
+    """Return the layout of ``size`` features: ``stride`` parts next to each other, in units of ``unit`` features.
 
     Raises:
-        ConfigError: The features do not divide into such units, or a rank would hold none (allowed for embeddings).
+        ConfigError: The features are not divisible into such units, or a rank would hold none (except of embeddings).
     """
     if stride < 1 or unit < 1 or size % (stride * unit):
         raise ConfigError(
-            f"{layer}: {what}={size} does not divide into {stride} x units of {unit} features (stride={stride}, "
+            f"{layer}: {what}={size} must be divisible into {stride} x units of {unit} features (stride={stride}, "
             f"unit={unit})"
         )
     count = size // (stride * unit)
@@ -90,15 +90,15 @@ def layout_of(layer: str, what: str, size: int, dim: int, axis: Axis, stride: in
 def draw_full(
     layer: nn.Module, begin: Callable[..., None], init_method: InitMethod | None, device: Any, dtype: torch.dtype | None
 ) -> None:
-    """Give a layer under construction its full parameters, as torch does, or by ``init_method`` and with a bias of 0.
+    """Create the full parameters of a layer under construction, as torch does, or by ``init_method`` with bias 0.
 
     Args:
-        begin: The ``__init__`` of the layer's torch class, bound to its sizes.
+        begin: ``__init__`` of the layer's torch class, bound to its sizes.
     """
     if init_method is None:
         begin(device=device, dtype=dtype)
         return
-    begin(device="meta", dtype=dtype)  # without torch's draws
+    begin(device="meta", dtype=dtype)  # on the meta device torch draws no random numbers
     layer.to_empty(device=device or torch.get_default_device())
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -106,13 +106,13 @@ def draw_full(
 
 
 def keep_shards(layer: Any, axis: Axis, plan: ModulePlan, stride: int = 1) -> None:
-    """Replace the full parameters of a layer by this rank's shards, and set the attributes of a parallel layer."""
+    """Replace the full parameters of a layer with local shards, and set the attributes of a parallel layer."""
     layer.tp, layer.region, layer.autopar, layer.autopar_layouts = axis, _LayerRegion(axis), plan, dict(plan.layouts)
     for name, layout in plan.layouts.items():
         shard = nn.Parameter(layout.shard(getattr(layer, name).data, axis.rank))
         setattr(layer, name, shard)
         mark_shard(shard, layout.dim, stride)
-        if axis.size > 1:  # torch's clippers refuse it
+        if axis.size > 1:  # patched clippers of torch reject such parameters
             hold(layer)
             setattr(shard, LAYER, type(layer).__name__)
 
@@ -128,7 +128,7 @@ def make_linear(
     draws: tuple[InitMethod | None, Any, torch.dtype | None],
     **options: Any,
 ) -> torch.Tensor:
-    """Construct a linear layer, column- or row-parallel.
+    """Construct a column- or row-parallel linear layer.
 
     Args:
         shape: Shape of the full weight, ``[out, in]``.
@@ -152,23 +152,22 @@ def make_linear(
 
 
 class _Swapped(type):
-    """Makes the layers that ``initialize`` swapped instances of Megatron-LM's classes."""
+    """Metaclass that makes layers swapped by ``initialize`` instances of Megatron-LM's classes."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return super().__instancecheck__(instance) or isinstance(instance, vars(cls).get("swapped", ()))
 
 
 class VocabParallelEmbedding(layers.VocabParallelEmbedding, metaclass=_Swapped):
-    """An embedding with its rows sharded: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
+    """An embedding with sharded rows: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, device, dtype: Those of ``nn.Embedding``, for the full table.
-        init_method: Function that fills the full table in place, ``init_method(weight)``; None draws as
-            ``nn.Embedding`` does.
+        num_embeddings, embedding_dim, padding_idx, device, dtype: Arguments of ``nn.Embedding`` for the full table.
+        init_method: Function ``init_method(weight)`` that fills the full table in place. Default: as ``nn.Embedding``.
         group: A process group or an MPU.
 
     Raises:
-        IndexError: an id outside the full table, on every rank (on CUDA a device-side assertion, as in torch).
+        IndexError: An id is outside the full table; on every rank. On CUDA a device-side assertion, as in torch.
     """
 
     swapped = layers.VocabParallelEmbedding
@@ -185,7 +184,7 @@ class VocabParallelEmbedding(layers.VocabParallelEmbedding, metaclass=_Swapped):
         dtype: torch.dtype | None = None,
     ) -> None:
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ConfigError(f"padding_idx={padding_idx} lies outside of num_embeddings={num_embeddings}")
+            raise ConfigError(f"padding_idx={padding_idx} must be less than num_embeddings={num_embeddings}")
         axis = seeded_axis(group, type(self).__name__)
         layout = layout_of(type(self).__name__, "num_embeddings", num_embeddings, 0, axis)
         begin = functools.partial(nn.Embedding.__init__, self, num_embeddings, embedding_dim, padding_idx)
@@ -194,22 +193,22 @@ class VocabParallelEmbedding(layers.VocabParallelEmbedding, metaclass=_Swapped):
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear, metaclass=_Swapped):
-    """``nn.Linear`` with its output features sharded: ``[..., in] -> [..., out/tp]``.
+    """``nn.Linear`` with sharded output features: ``[..., in] -> [..., out/tp]``.
 
-    ``weight`` is ``[out/tp, in]``, this rank's shard of the full one that every rank draws.
+    ``weight`` is ``[out/tp, in]``, the local shard of the full weight that every rank draws.
 
     Args:
-        input_size, output_size: Features of the full layer; ``output_size`` need not divide.
-        bias: True if the layer has a bias, ``[out/tp]``.
-        gather_output: True if the full ``[..., out]`` is returned.
-        init_method: Function that fills the full weight in place, ``init_method(weight)``; the bias is 0 then. None
-            draws as ``nn.Linear`` does.
-        stride: Number of parts side by side, each sharded by itself (``q | k | v``: 3, ``gate | up``: 2).
+        input_size: Number of input features of the full layer.
+        output_size: Number of output features of the full layer; need not be divisible by the number of ranks.
+        bias: True for a bias, ``[out/tp]``.
+        gather_output: True to return the full ``[..., out]``.
+        init_method: Function that fills the full weight in place; the bias is then 0. Default: as ``nn.Linear``.
+        stride: Number of parts next to each other, each sharded separately (``q | k | v``: 3, ``gate | up``: 2).
         unit: Number of features that stay together on one rank (the width of a head).
-        keep_master_weight_for_test: True if the full weight is kept as ``master_weight``.
-        skip_bias_add: True if ``(output, bias)`` is returned, without adding the bias, for a fused kernel to add.
+        keep_master_weight_for_test: True to keep the full weight as ``master_weight``.
+        skip_bias_add: True to return ``(output, bias)`` without adding the bias, for a fused kernel.
         group: A process group or an MPU.
-        device, dtype: Those of ``nn.Linear``.
+        device, dtype: Arguments of ``nn.Linear``.
 
     Raises:
         ConfigError: ``group`` is missing, or there are more ranks than units.
@@ -242,16 +241,16 @@ class ColumnParallelLinear(layers.ColumnParallelLinear, metaclass=_Swapped):
 
 
 class RowParallelLinear(layers.RowParallelLinear, metaclass=_Swapped):
-    """``nn.Linear`` with its input features sharded: ``[..., in/tp] -> [..., out]``, the sum over the ranks.
+    """``nn.Linear`` with sharded input features: ``[..., in/tp] -> [..., out]``, summed over the ranks.
 
-    ``weight`` is ``[out, in/tp]``, this rank's shard of the full one. The bias is replicated and added once.
+    ``weight`` is ``[out, in/tp]``, the local shard of the full weight. The bias is replicated and added once.
 
     Args:
-        input_is_parallel: True if the input is ``[..., in/tp]`` already, from a ``ColumnParallelLinear``; otherwise it
-            is ``[..., in]`` and is scattered here.
+        input_is_parallel: True for an input ``[..., in/tp]`` from a ``ColumnParallelLinear``; False scatters an input
+            ``[..., in]``.
 
-    The other arguments are as in :class:`ColumnParallelLinear`; ``stride`` and ``unit`` describe the column layer
-    that makes the input.
+    The other arguments are the same as in :class:`ColumnParallelLinear`; ``stride`` and ``unit`` describe the column
+    layer that computes the input.
 
     Raises:
         ConfigError: ``group`` is missing, or there are more ranks than units.
@@ -292,27 +291,27 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     group: Group | None = None,
 ) -> torch.Tensor:
-    """Compute ``torch.nn.functional.cross_entropy`` from sharded logits: the same values and gradients.
+    """Compute ``torch.nn.functional.cross_entropy`` from sharded logits, with the same values and gradients.
 
     Args:
-        logits: This rank's columns, ``[..., vocab/tp]`` Shard(-1). Ranks may hold different numbers of columns, also
-            none. The vocabulary is the last dim, not dim 1 as in torch.
+        logits: Local columns, ``[..., vocab/tp]`` Shard(-1). Ranks may have different numbers of columns, including
+            zero. The vocabulary is the last dim, not dim 1 as in torch.
         target: Class indices in the full vocabulary, ``[...]`` Replicate.
-        label_smoothing: Share of the target probability that is spread evenly over the full vocabulary.
+        label_smoothing: Fraction of the target probability that is spread evenly over the full vocabulary.
         ignore_index: Target value with loss 0 and no gradient, which does not count in the mean.
-        reduction: ``"none"`` (Megatron's), ``"mean"`` over the tokens that are not ignored (nan if all are, as in
-            torch), or ``"sum"``.
+        reduction: ``"none"`` (Megatron's), ``"mean"`` over the tokens that are not ignored (nan without such tokens,
+            as in torch), or ``"sum"``.
         vocab_size: Number of columns of all ranks, sharded by :func:`autopar.layout.even_shards`. None exchanges the
-            widths first: one more small all-gather (and, on a GPU, a wait for it).
+            widths first: one more small all-gather, for which the host waits on a GPU.
         group: A process group or an MPU; required.
 
     Returns:
-        The loss, Replicate; ``[...]`` for ``"none"``, else a scalar. float32, or float64 for float64 logits.
+        The loss, Replicate; ``[...]`` for ``"none"``, else a scalar; float32, or float64 for float64 logits.
 
     Raises:
         ConfigError: The shapes do not match, a target is outside the vocabulary, ``label_smoothing`` or ``reduction``
-            is not one of torch's, or the widths are not the shards of ``vocab_size``; on every rank. On GPUs targets
-            and widths are asserted on the device, as in torch.
+            is not supported, or the widths are not the shards of ``vocab_size``; on every rank. On GPUs targets and
+            widths are asserted on the device, as in torch.
     """
     axis = axis_of(group)
     _check_arguments(logits, target, label_smoothing, reduction)
@@ -333,17 +332,17 @@ def vocab_parallel_cross_entropy(
 def _check_arguments(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduction: str) -> None:
     if not logits.is_floating_point() or logits.dim() == 0:
         raise ConfigError(
-            f"logits must be floating point of shape [..., vocab/tp], not {logits.dtype} {list(logits.shape)}"
+            f"logits must be floating point of shape [..., vocab/tp], got {logits.dtype} {list(logits.shape)}"
         )
     if target.shape != logits.shape[:-1]:
         raise ConfigError(f"target of shape {list(target.shape)} does not fit logits of shape {list(logits.shape)}")
     if target.dtype not in (torch.int64, torch.int32):
-        raise ConfigError(f"target must hold class indices (int64 or int32), not {target.dtype}")
+        raise ConfigError(f"target must hold class indices (int64 or int32), got {target.dtype}")
     loss.check_options(label_smoothing, reduction)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict with full weights, by the model's own names, on every rank. A collective of the group."""
+    """Return the state dict of ``model`` with full weights, on every rank. A collective of the group."""
     sharded = dict(_sharded(model))
     full: dict[str, torch.Tensor] = {}
     done: dict[int, torch.Tensor] = {}  # tied weights are gathered once
@@ -360,7 +359,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Load a state dict with full weights: every rank keeps its shards. No communication.
+    """Load the local shards from a state dict with full weights. No communication.
 
     Raises:
         CheckpointError: Names or full shapes differ; nothing is loaded.
@@ -378,7 +377,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         if name in sharded:
             due[sharded[name][1].dim] = sharded[name][1].size
         if list(state[name].shape) != due:
-            raise CheckpointError(f"{name} has shape {list(state[name].shape)}, the full one of the model has {due}")
+            raise CheckpointError(f"{name}: expected the full shape {due}, got {list(state[name].shape)}")
     for name, tensor in own.items():
         axis, layout = sharded.get(name, (None, None))
         tensor.data.copy_(state[name] if layout is None or axis is None else layout.shard(state[name], axis.rank))
@@ -392,21 +391,22 @@ def _sharded(model: nn.Module) -> Iterator[tuple[str, tuple[Axis, Layout]]]:
 
 
 # -- marks of parameters -----------------------------------------------------------------------------------------------
-# ``tensor_model_parallel`` (counts on every rank; otherwise on the first one only), ``partition_dim``, and
-# ``partition_stride``, the number of blocks that lie side by side (two for ``gate | up``). ``shared`` and
-# ``ds_pipe_replicated``: an earlier pipeline stage holds and counts it, too.
+# ``tensor_model_parallel``: True if a norm counts the parameter on every rank, otherwise only the first rank counts.
+# ``partition_dim``: sharded dim. ``partition_stride``: number of parts next to each other (two for ``gate | up``).
+# ``shared`` and ``ds_pipe_replicated``: True if an earlier pipeline stage also holds and counts the parameter.
 #
-# The first of the ranks that hold a KV head counts it. One flag cannot describe a weight of which two ranks hold a part
-# (a fused ``q | k | v`` with fewer KV heads than ranks): it counts on every rank, so a custom norm is too large by the
-# repeated heads. DeepSpeed's is right (:mod:`autopar.integrations.deepspeed`); ``autopar.clip_grad_norm_`` is exact.
+# The first of the ranks that hold a KV head counts it. A single flag cannot describe a weight with some repeated heads
+# (a fused ``q | k | v`` with fewer KV heads than ranks). It counts on every rank, so a custom norm counts these heads
+# several times. DeepSpeed's norm is corrected (:mod:`autopar.integrations.deepspeed`); ``autopar.clip_grad_norm_`` is
+# exact.
 
 _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated")
 
 
 def mark_parameters(model: nn.Module, state: Any, given: Any) -> None:
-    """Set the attributes by which the norms of Megatron-LM and DeepSpeed count each parameter once.
+    """Set attributes so that the norms of Megatron-LM and DeepSpeed count each parameter once.
 
-    ``copy.deepcopy`` drops them, ``.to`` keeps them.
+    ``copy.deepcopy`` drops them; ``.to`` keeps them.
     """
     plan, stages, mpu = state.plan, state.stages, state.mpu
     due: dict[str, TensorPlan] = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
@@ -421,7 +421,7 @@ def mark_parameters(model: nn.Module, state: Any, given: Any) -> None:
 
 
 def mark_shard(parameter: torch.Tensor, dim: int, stride: int = 1, counts: bool = True) -> None:
-    """Set the attributes of one parameter, whose ``dim`` is -1 if it is replicated."""
+    """Set the attributes of one parameter; ``dim`` is -1 for a replicated parameter."""
     marked: Any = parameter
     marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = counts, dim, stride
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's training loop over a model of ``autopar.initialize``: ``get_forward_backward_func``::
+"""Megatron-LM's training loop for a model from ``autopar.initialize``: ``get_forward_backward_func``::
 
     forward_backward = get_forward_backward_func()
     losses = forward_backward(
@@ -13,12 +13,12 @@ where, as in Megatron-LM's ``pretrain_gpt.py``::
         outputs = model(**batch)
         return outputs, lambda outputs: (outputs.loss, {"lm loss": outputs.loss.detach()})
 
-``loss_func`` may return Megatron-LM's three values too: the sum of the tokens' losses, their number, and the report.
-Each micro-batch then counts by its own mean (``calculate_per_token_loss: False``).
+``loss_func`` may also return Megatron-LM's three values: the sum of the tokens' losses, their number, and the report.
+The loss of a micro-batch is then its mean (``calculate_per_token_loss: False``).
 
 The step function runs once per micro-batch and stage; every stage reads the data and calls the model once. The data of
-all micro-batches is read first. With ``precision.dtype: fp16`` the loop does not know the optimizer, so ``loss_func``
-returns ``optimizer.scale_loss(outputs.loss)`` as its loss (and reports the unscaled one).
+all micro-batches is read first. With ``precision.dtype: fp16`` the loop has no access to the optimizer, so
+``loss_func`` must return ``optimizer.scale_loss(outputs.loss)`` as its loss, and report the unscaled loss.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["get_forward_backward_func"]
 
 
 def get_forward_backward_func(*_: Any, **__: Any) -> Callable[..., list[Any]]:
-    """Return the function that runs one batch. Megatron-LM's arguments (sizes of the pipeline) are ignored."""
+    """Return the function that runs one batch; Megatron-LM's arguments (sizes of the pipeline) are ignored."""
     return forward_backward
 
 
@@ -57,27 +57,27 @@ def forward_backward(
     adjust_tensor_shapes_fn: Any = None,
     force_all_reduce: Any = None,
 ) -> list[Any]:
-    """Run forward and backward of ``num_microbatches`` micro-batches; gradients are averaged over them.
+    """Run forward and backward of ``num_microbatches`` micro-batches, and average the gradients over them.
 
-    Megatron-LM's other arguments are ignored: shapes travel with the activations.
+    Megatron-LM's other arguments are ignored, since activations carry their shapes.
 
     Args:
         forward_step_func: Function ``(data_iterator, model) -> (outputs, loss_func)``. ``loss_func(outputs)`` is called
-            on the last stage only and returns ``(loss, report)``, or ``(sum of the tokens' losses, their number,
+            on the last stage only, and returns ``(loss, report)`` or ``(sum of the tokens' losses, their number,
             report)``.
-        data_iterator: Iterator of micro-batches, identical on every stage; None where the step function gets its data
-            otherwise (``broadcast_data``). A list holds one for each chunk of the model on this rank, or one for all.
-        model: The model from ``autopar.initialize``, or a list of it.
-        forward_only: True if the backward is left out.
+        data_iterator: Iterator of micro-batches, identical on every stage; None if the step function gets its data
+            elsewhere (``broadcast_data``). A list has one iterator per chunk of the model on this rank, or one for all.
+        model: Model from ``autopar.initialize``, or a list of it.
+        forward_only: True to skip the backward pass.
 
     Returns:
-        The reports of ``loss_func``, one entry per micro-batch; an empty list on every stage but the last. Where the
-        step function returns None for ``loss_func`` (with ``forward_only``), its outputs.
+        Reports of ``loss_func``, one per micro-batch; an empty list on all stages except the last. If the step function
+        returns None for ``loss_func`` (with ``forward_only``), its outputs.
 
     Raises:
-        ConfigError: The model is not parallelized, or a function returns something else.
-        PipelineError: Another stage did not deliver.
-        ConsistencyError, StopIteration: The data differs between stages, or has ended on some of them; on all stages.
+        ConfigError: The model is not parallelized, or a function returns a wrong value.
+        PipelineError: Another stage failed.
+        ConsistencyError, StopIteration: The data differs between stages, or has ended on some stages; on all stages.
     """
     chosen, pipeline = _only_model(model)
     if num_microbatches < 1:
@@ -102,7 +102,7 @@ def forward_backward(
         def call(microbatch: int) -> Any:
             batch = batches[microbatch]
             left[microbatch] -= 1
-            if not left[microbatch]:  # all chunks on this rank have seen it
+            if not left[microbatch]:  # all chunks on this rank have read the batch
                 batches[microbatch] = None
             return forward_step_func(iter([batch]) if iterators else None, chosen)
 
@@ -121,19 +121,19 @@ def _only_model(model: nn.Module | list[nn.Module]) -> tuple[nn.Module, Pipeline
     chunks = model if isinstance(model, list | tuple) else [model]
     if not chunks or any(chunk is not chunks[0] for chunk in chunks):
         raise ConfigError(
-            f"model is a list of {len(chunks)} {'different modules' if chunks else 'modules'}: give what "
-            "autopar.initialize returned, which holds all chunks of this rank (pipeline.chunks)"
+            f"model is a list of {len(chunks)} {'different modules' if chunks else 'modules'}\n  Pass the model that "
+            "autopar.initialize returned, which holds all chunks of this rank (pipeline.chunks)."
         )
     return chunks[0], pipeline_of(chunks[0])
 
 
 def _iterators(data: Any, chunks: int) -> list[Any]:
-    """Return each iterator once."""
+    """Return the distinct iterators."""
     given = list(data) if isinstance(data, list | tuple) else [data]
     if len(given) not in (1, chunks):
         raise ConfigError(
             f"data_iterator is a list of {len(given)}, and this rank has {chunks} chunk{'s' if chunks > 1 else ''} of "
-            "the model: give one iterator, or one for each chunk"
+            "the model\n  Pass one iterator, or one for each chunk."
         )
     return list({id(iterator): iterator for iterator in given if iterator is not None}.values())
 
@@ -150,11 +150,10 @@ def _loss_and_report(result: Any, forward_only: bool) -> tuple[Any, Any]:
     found = loss_func(outputs)
     if not isinstance(found, tuple | list) or len(found) not in (2, 3):
         raise ConfigError(
-            "loss_func must return (loss, what is reported) or (sum of losses, number of tokens, what is reported), "
-            f"not {_form(found)}"
+            f"loss_func must return (loss, report) or (sum of losses, number of tokens, report), got {_form(found)}"
         )
     loss, *tokens, report = found
-    for count in tokens:  # none, or one
+    for count in tokens:  # empty, or one number
         loss = loss / torch.as_tensor(count, device=loss.device).clamp(min=1)
     return loss, report
 
@@ -165,6 +164,6 @@ def _form(value: Any) -> str:
 
 
 def _take(iterators: list[Any], count: int) -> list[Any]:
-    """Read the micro-batches before the step function, where a loader would shuffle by the stage's numbers."""
+    """Read all micro-batches before the step function runs, so that a loader shuffles identically on all stages."""
     batches = [[next(iterator) for iterator in iterators] for _ in range(count)]
     return [of_chunks[0] if of_chunks else None for of_chunks in batches]

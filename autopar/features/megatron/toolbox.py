@@ -11,10 +11,10 @@
 | ``reduce_scatter_to_sequence_parallel_region``  | reduce-scatter        | all-gather sequence               |
 | ``all_to_all``                                  | all-to-all of rows    | all-to-all, splits swapped        |
 
-After ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``; the work is in
+They follow ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``, and use
 :mod:`autopar.distributed.collectives`. ``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron;
-``dim=1`` is for models that put the batch first. No function mutates its input. Sizes that do not divide raise
-ConfigError with both numbers, before anything is sent, on every rank (Megatron truncates silently).
+``dim=1`` is for models with the batch first. No function changes its input. Sizes that are not divisible raise
+ConfigError on every rank before anything is sent (Megatron truncates silently).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def copy_to_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch
 
 
 def reduce_from_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """All-reduce (Megatron's g): ``[...]`` Partial -> Replicate; the gradient passes as it is."""
+    """All-reduce (Megatron's g): ``[...]`` Partial -> Replicate; the gradient is unchanged."""
     return collectives.reduce(x, axis_of(group))
 
 
 def scatter_to_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Keep this rank's shard: ``[..., n]`` Replicate -> ``[..., n/tp]`` Shard(-1)."""
+    """Keep the local shard: ``[..., n]`` Replicate -> ``[..., n/tp]`` Shard(-1)."""
     return _scatter(x, group, -1, "last dim")
 
 
@@ -57,14 +57,14 @@ def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: Group, *, s
     """All-gather ``[..., n/tp]`` Shard(-1) -> ``[..., n]`` Replicate.
 
     Args:
-        size: The full width ``n`` if it does not divide evenly (the logits of a vocabulary of 50257); None if all
-            ranks have the same width.
+        size: Full width ``n`` for uneven shards (logits of a vocabulary of 50257); None if all ranks have the same
+            width.
     """
     return _gather(x, group, -1, size)
 
 
 def scatter_to_sequence_parallel_region(x: torch.Tensor, group: Group, *, dim: int = 0) -> torch.Tensor:
-    """Keep this rank's shard: ``[seq, ...]`` Replicate -> ``[seq/tp, ...]`` Shard(dim)."""
+    """Keep the local shard: ``[seq, ...]`` Replicate -> ``[seq/tp, ...]`` Shard(dim)."""
     return _scatter(x, group, dim, "sequence dim")
 
 
@@ -74,8 +74,8 @@ def gather_from_sequence_parallel_region(
     """All-gather ``[seq/tp, ...]`` Shard(dim) -> ``[seq, ...]`` Replicate.
 
     Args:
-        tensor_parallel_output_grad: True if the result enters a sharded region, so that its gradient is Partial and
-            backward is a reduce-scatter. If False the gradient is Replicate and backward keeps its own shard.
+        tensor_parallel_output_grad: True if the result enters a sharded region: its gradient is Partial, and backward
+            is a reduce-scatter. False: the gradient is Replicate, and backward keeps the local shard.
     """
     axis = axis_of(group)
     return collectives.gather_sum(x, axis, dim) if tensor_parallel_output_grad else _gather(x, axis, dim)
@@ -94,7 +94,7 @@ def all_to_all(
     output_split_sizes: list[int] | None = None,
     input_split_sizes: list[int] | None = None,
 ) -> torch.Tensor:
-    """Exchange rows, as of tokens between experts: ``[rows, ...] -> [sum(output_split_sizes), ...]``.
+    """Exchange rows, such as tokens for experts: ``[rows, ...] -> [sum(output_split_sizes), ...]``.
 
     Args:
         output_split_sizes: Numbers of rows from each rank; None for even splits.
@@ -105,10 +105,11 @@ def all_to_all(
         if splits is None:
             check_divides(x.shape[0], axis, f"dim 0 (without {name})")
         elif len(splits) != axis.size:
-            raise ConfigError(f"{name} has {len(splits)} entries for {axis.size} ranks: {splits}")
+            raise ConfigError(f"{name} must have {axis.size} entries, one per rank, got {splits}")
     if input_split_sizes is not None and sum(input_split_sizes) != x.shape[0]:
         raise ConfigError(
-            f"input_split_sizes {input_split_sizes} are {sum(input_split_sizes)} rows, dim 0 has {x.shape[0]}"
+            f"input_split_sizes must add up to the {x.shape[0]} rows of dim 0, got {input_split_sizes} with sum "
+            f"{sum(input_split_sizes)}"
         )
     return collectives.all_to_all(x, axis, output_split_sizes, input_split_sizes)
 
@@ -124,8 +125,8 @@ def _gather(x: torch.Tensor, group: Group, dim: int, size: int | None = None) ->
     layout = even_layout(x.shape[dim] * axis.size if size is None else size, axis.size)
     if layout.local_size(axis.rank) != x.shape[dim]:
         raise ConfigError(
-            f"dim {dim} has {x.shape[dim]} elements on rank {axis.rank} of {axis.size}, "
-            f"its shard of {size} has {layout.local_size(axis.rank)}"
+            f"expected {layout.local_size(axis.rank)} of {size} elements in dim {dim} on rank {axis.rank} of "
+            f"{axis.size}, got {x.shape[dim]}"
         )
     return collectives.gather(x, axis, layout, dim)
 
@@ -135,70 +136,70 @@ def split_tensor_along_last_dim(
 ) -> tuple[torch.Tensor, ...]:
     """Split ``[..., n] -> num_partitions x [..., n/num_partitions]``, as views or as contiguous copies."""
     if num_partitions < 1 or tensor.shape[-1] % num_partitions:
-        raise ConfigError(f"last dim of size {tensor.shape[-1]} does not divide into {num_partitions} partitions")
+        raise ConfigError(f"last dim of size {tensor.shape[-1]} must be divisible into {num_partitions} partitions")
     chunks = tensor.tensor_split(num_partitions, dim=-1)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else tuple(chunks)
 
 
 def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Keep this rank's elements, ``[...]`` Replicate -> ``[numel/tp]`` Shard(0): a view where that is possible."""
+    """Keep the local elements, ``[...]`` Replicate -> ``[numel/tp]`` Shard(0); a view if possible."""
     axis = axis_of(group)
     each = check_divides(tensor.numel(), axis, "flat tensor")
     return tensor.reshape(-1).narrow(0, axis.rank * each, each)
 
 
 def gather_split_1d_tensor(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """All-gather :func:`split_tensor_into_1d_equal_chunks`: flat elements in rank order, ``[numel * tp]``."""
+    """All-gather the result of :func:`split_tensor_into_1d_equal_chunks`: elements in rank order, ``[numel * tp]``."""
     with torch.no_grad():
         return _gather(tensor.reshape(-1), group, 0)
 
 
 def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> Range:
-    """Return the ``[first, last)`` vocabulary rows of ``rank``. Uneven if need be: 50257 over 2: 25129, 25128."""
+    """Return the vocabulary rows ``[first, last)`` of ``rank``; uneven if needed (50257 over 2: 25129, 25128)."""
     return even_shards(global_vocab_size, world_size)[rank]
 
 
 def vocab_range_from_per_partition_vocab_size(per_partition_vocab_size: int, rank: int, world_size: int) -> Range:
-    """Return the ``[first, last)`` vocabulary rows of ``rank`` if all ``world_size`` ranks hold equally many."""
+    """Return the vocabulary rows ``[first, last)`` of ``rank`` if all ``world_size`` ranks have equally many rows."""
     return vocab_range_from_global_vocab_size(per_partition_vocab_size * world_size, rank, world_size)
 
 
 class VocabUtility:
-    """The two functions above under the name of Megatron's class."""
+    """Megatron's class with the two functions above."""
 
     vocab_range_from_global_vocab_size = staticmethod(vocab_range_from_global_vocab_size)
     vocab_range_from_per_partition_vocab_size = staticmethod(vocab_range_from_per_partition_vocab_size)
 
 
 def check_divides(size: int, axis: Axis, what: str) -> int:
-    """Return ``size / axis.size``; raise ConfigError, on every rank, if that is not an integer."""
+    """Return ``size / axis.size``; raise ConfigError on every rank if it is not an integer."""
     if size % axis.size:
-        raise ConfigError(f"{what} of size {size} does not divide over {axis.size} ranks ({axis.name} axis)")
+        raise ConfigError(f"{what} of size {size} must be divisible by {axis.size} ranks ({axis.name} axis)")
     return size // axis.size
 
 
 def broadcast_data(
     keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes, group: Group
 ) -> dict[int | str, torch.Tensor]:
-    """Broadcast the tensors of the first rank of ``group`` to all of its ranks.
+    """Broadcast the tensors of the first rank of ``group`` to all its ranks.
 
-    After ``megatron/core/tensor_parallel/data.py``. Three things differ: the first rank's data is checked *before* the
-    first collective, so bad data is one error on all ranks, where Megatron's peers wait forever; tensors may have any
-    number of dims; each key may have its own dtype. Tensors travel as bytes: gloo has no float8.
+    It follows ``megatron/core/tensor_parallel/data.py``, with three differences. The data of the first rank is checked
+    before the first collective, so bad data raises on all ranks instead of hanging. Tensors may have any number of
+    dims. Each key may have a different dtype. Tensors are sent as bytes, because gloo does not support float8.
 
     Args:
-        keys: Keys of ``data`` to send, int or str. Those of the first rank are used.
-        data: The batch on the first rank, on any device. It is ignored on the other ranks.
-        dtype: The dtype of every tensor, or a mapping with each key's.
+        keys: Keys of ``data`` to send, int or str; the keys of the first rank count.
+        data: Batch on the first rank, on any device; ignored on the other ranks.
+        dtype: Dtype of every tensor, or a mapping from keys to dtypes.
         group: A process group or an MPU (its tensor-parallel group).
 
     Returns:
-        ``{key: tensor}`` in the order of the keys, Replicate over the group, on its device (nccl: this rank's GPU).
-        Copies with the first rank's shapes, detached from autograd.
+        ``{key: tensor}`` in the order of the keys, Replicate over the group, on its device (NCCL: this rank's GPU);
+        copies with the shapes of the first rank, detached from autograd.
 
     Raises:
         ConfigError: On the first rank ``data`` is not a mapping, a key is missing, or a value is not a dense tensor of
-            its dtype. Lists all problems, on every rank of the group.
+            the dtype. Lists all problems, on every rank of the group.
     """
     axis = axis_of(group)
     device = device_of(axis)
@@ -207,7 +208,7 @@ def broadcast_data(
     if axis.rank == 0:
         try:
             specs, problems = _inspect(keys, data, dtype)
-        except Exception as error:  # of any kind: the other ranks must not wait
+        except Exception as error:  # any error must reach the other ranks, which would wait forever
             problems = [f"{type(error).__name__}: {error}"]
     if axis.size > 1:
         checked: list[Any] = [(specs, problems)]

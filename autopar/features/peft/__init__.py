@@ -1,4 +1,4 @@
-"""Adapters of PEFT (LoRA, DoRA, IA3, prompts) follow the layers of a model that they are in or around."""
+"""Adapters of PEFT (LoRA, DoRA, IA3, prompts) in parallelized models."""
 
 from autopar.registry import Feature, Step
 

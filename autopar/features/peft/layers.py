@@ -1,8 +1,8 @@
-"""Modules of PEFT in a tensor-parallel model that are not parallel layers: dropout in front of adapters, embeddings.
+"""Modules of PEFT in a tensor-parallel model that are not parallel layers: dropout, magnitudes, embeddings.
 
-Dropout in front of an adapter zeroes elements of the base layer's input. Where the input is replicated (column-parallel
-base layer, inside its region) all ranks must draw the same mask; where it is sharded (row-parallel base layer, after
-its region) each rank must draw its own.
+Dropout before an adapter zeroes elements of the base layer's input. If the input is replicated (column-parallel base
+layer, inside its region), all ranks must draw the same mask. If it is sharded (row-parallel base layer, after its
+region), each rank must draw a different mask.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DropoutAlike(RegionModule):
 
 
 class DropoutApart(RegionModule):
-    """Dropout of a sharded activation after a region: another mask on each tp rank."""
+    """Dropout of a sharded activation after a region: a different mask on each tp rank."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.region.draw_per_rank(self.training)  # type: ignore[attr-defined]
@@ -37,20 +37,20 @@ class DropoutApart(RegionModule):
 
 
 class Magnitude(RegionModule):
-    """PEFT's magnitudes of DoRA, for outputs with all inputs on this rank.
+    """The magnitudes of DoRA for outputs with all inputs on this rank.
 
-    PEFT takes the weight and its norms as constants, which a dry run must not follow.
+    PEFT treats the weight and its norms as constants, so a dry run must not track them.
     """
 
     def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> torch.Tensor:
-        """Return the product that an adapter adds to this rank's weight, ``[out, in]``."""
+        """Return the product that an adapter adds to the local weight, ``[out, in]``."""
         a, b = lora_A.weight.detach(), lora_B.weight.detach()
         return b @ a if not a.is_meta else b.new_empty(b.shape[0], a.shape[1])
 
     def get_weight_norm(
         self, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
     ) -> torch.Tensor:
-        """Return the norm of each output's weights, ``[out]``."""
+        """Return the norm of the weights of each output, ``[out]``."""
         if weight.is_meta:
             return lora_weight.new_empty(lora_weight.shape[0])
         weight = weight.detach().T if self.fan_in_fan_out else weight.detach()  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ class Magnitude(RegionModule):
 
 
 class MagnitudeOfParts(Magnitude):
-    """The same for outputs with some inputs on each rank: squares are summed over tp."""
+    """The magnitudes of DoRA for outputs with sharded inputs: squares are summed over tp."""
 
     def _norm(self, weight: torch.Tensor) -> torch.Tensor:
         return all_reduce(weight.float().square().sum(1), self.tp).sqrt().to(weight.dtype)

@@ -1,10 +1,10 @@
-"""Layouts of PEFT's parameters, and changes to its modules: adapters follow their base layer.
+"""Layouts of PEFT's parameters, and rules for its modules: adapters are sharded like their base layer.
 
-Low-rank adapters (Hu et al., "LoRA", 2021) add ``B A x`` to ``W x``. Where ``W`` is column-parallel, ``A`` is
-replicated and ``B`` is column-parallel with the layout of ``W``: ``A x``, of ``r`` features, enters the region, so the
-gradient of ``A`` is full. Where ``W`` is row-parallel, ``A`` is row-parallel with the layout of ``W`` and ``B`` is
-replicated: ``A x`` is summed over the ranks. Either way the ranks exchange ``r`` numbers a token, and ``W + B A`` is
-sharded as ``W`` is, which merging relies on.
+Low-rank adapters (Hu et al., "LoRA", 2021) add ``B A x`` to ``W x``. If ``W`` is column-parallel, ``A`` is replicated
+and ``B`` is column-parallel with the layout of ``W``. ``A x`` with ``r`` features enters the region, so the gradient of
+``A`` is full. If ``W`` is row-parallel, ``A`` is row-parallel with the layout of ``W``, and ``B`` is replicated. ``A
+x`` is summed over the ranks. In both cases ranks exchange ``r`` numbers per token, and ``W + B A`` has the layout of
+``W``, which merging needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
 from autopar.plan.rules import TensorRule
 
-_LAYERS = {  # module of PEFT -> classes, named as in it
+_LAYERS = {  # module of PEFT -> names of its supported classes
     "peft.tuners.lora.layer": ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "ParamWrapper"),
     "peft.tuners.lora.bnb": ("Linear4bit", "Linear8bitLt"),
     "peft.tuners.lora.torchao": ("TorchaoLoraLinear",),
@@ -32,9 +32,9 @@ _LAYERS = {  # module of PEFT -> classes, named as in it
 _METHODS = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 _SETTINGS = ("ensure_weight_tying", "layer_replication")
 _INSTEAD = (
-    "  What is exact over tensor-parallel ranks: LoRA (also rslora, DoRA, lora_bias, several adapters,\n"
-    "  modules_to_save) and IA3 on linear layers, LoRA on embeddings; without stages also prompts and prefixes.\n"
-    "  Others train on one rank."
+    "  Supported over tensor-parallel ranks: LoRA (also rslora, DoRA, lora_bias, several adapters, modules_to_save)\n"
+    "  and IA3 on linear layers, LoRA on embeddings; without stages also prompts and prefixes. Train other adapters\n"
+    "  on one rank."
 )
 
 
@@ -45,18 +45,18 @@ class Adapters:
         self._root = root
 
     def check(self, tp: int, pp: int) -> None:
-        """Raise ConfigError for the first method, layer or setting that ``tp`` x ``pp`` ranks do not support."""
+        """Raise ConfigError for the first method, layer or setting that is not supported on ``tp`` x ``pp`` ranks."""
         for what in _unsupported(self._root, tp, pp) if tp > 1 or pp > 1 else ():
             size = f"pipeline_parallel_size={pp}" if pp > 1 else f"tensor_parallel_size={tp}"
-            raise ConfigError(f"{size} does not go together with {what}.\n{_INSTEAD}")
+            raise ConfigError(f"{size} is not supported with {what}.\n{_INSTEAD}")
 
     def rules(
         self, matches: Sequence[RuleMatch], modules: Mapping[str, ModulePlan], tp: int
     ) -> Iterator[tuple[RuleMatch, TensorRule]]:
-        """Yield the rules of all adapters, each with the match of its base layer, whose plans are ``modules``.
+        """Yield the rules of all adapters, each with the match of its base layer in ``modules``.
 
         Raises:
-            ConfigError: An adapter sits on a layer whose rule it cannot follow.
+            ConfigError: An adapter does not support the rule of its base layer.
         """
         by_path = {match.path: match for match in matches}
         first = {id(module): path for path, module in self._root.named_modules()}
@@ -65,18 +65,18 @@ class Adapters:
             ends = [base[:end] for end in range(len(base), 0, -1) if end == len(base) or base[end] == "."]
             match = next((by_path[end] for end in ends if end in by_path), None)
             if match is None:
-                continue  # the base layer has no rule, which is another error
+                continue  # a base layer without a rule raises elsewhere
             plan = modules.get(base)
             if plan is not None and plan.rule == "one_expert":
-                continue  # it lies with all that is in it on one rank
+                continue  # the expert with all its adapters is on one rank
             try:
                 for what in _of_layer(path, layer):
-                    raise ConfigError(f"tensor parallelism does not go together with {what}.\n{_INSTEAD}")
+                    raise ConfigError(f"tensor parallelism is not supported with {what}.\n{_INSTEAD}")
                 rules = list(_rules_of(path, layer, plan, match))
             except ConfigError:
                 if tp > 1 or (plan is not None and plan.rule == "experts"):
                     raise
-                rules = [_replicated(layer)]  # one rank computes whatever PEFT has
+                rules = [_replicated(layer)]  # on one rank every adapter works
             if hasattr(layer, "parameter_name") and plan is not None and plan.rule == "experts":
                 rules.append(_counts(path, layer, plan))
             yield from ((match, rule) for rule in rules)
@@ -91,7 +91,7 @@ def _unsupported(root: nn.Module, tp: int, pp: int) -> Iterator[str]:
                 continue
             shown = f"{kind} (adapter '{name}')"
             if getattr(config, "is_prompt_learning", False) and pp > 1:
-                yield f"PEFT's {shown}, which puts something in front of the sequence or of every layer's keys"
+                yield f"PEFT's {shown}, which adds a prefix to the sequence or to the keys of every layer"
             if tp > 1 and kind not in _METHODS:
                 yield f"PEFT's {shown}"
             for setting in _SETTINGS if tp > 1 else ():
@@ -112,8 +112,8 @@ def _of_layer(path: str, layer: Any) -> Iterator[str]:
             shown = type(variant).__name__.removesuffix("Variant")
             yield f"PEFT's {shown} of adapter '{name}' (at {path}), a variant of LoRA"
         elif isinstance(layer.lora_dropout[name], nn.Dropout):
-            yield f"lora_dropout of adapter '{name}' (at {path}), a DoRA: it multiplies with the whole weight then"
-    if layer.base_layer is not layer.get_base_layer() and kind.__name__ != "ParamWrapper":  # those are nested
+            yield f"lora_dropout of the DoRA adapter '{name}' (at {path}), which then needs the full weight"
+    if layer.base_layer is not layer.get_base_layer() and kind.__name__ != "ParamWrapper":  # ParamWrappers may nest
         yield f"adapters on adapters (at {path})"
 
 
@@ -134,20 +134,20 @@ def _replicated(layer: Any) -> TensorRule:
 
 def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
     """Yield the rules of ``A`` and ``B`` of linear layers and convolutions."""
-    whole = plan is None or (plan.rule == "" and not plan.layouts)
+    full = plan is None or (plan.rule == "" and not plan.layouts)
     where = str(match.rule.where) if plan is None else plan.where
     for name in layer.lora_A:
         a, b = join(path, "lora_A", name), join(path, "lora_B", name)
         first, second, kind = layer.lora_A[name], layer.lora_B[name], ""
         entering = ModulePlan(b, "enter_output", where, enter_output=True)
         if name in layer.lora_magnitude_vector:
-            yield _magnitude(join(path, "lora_magnitude_vector", name), layer, name, None if whole else plan, match)
-        if plan is None or whole or plan.rule == "enter_output":
+            yield _magnitude(join(path, "lora_magnitude_vector", name), layer, name, None if full else plan, match)
+        if plan is None or full or plan.rule == "enter_output":
             yield _full(first)
-            yield _full(second, None if whole else entering)
+            yield _full(second, None if full else entering)
             kind = "dropout_alike"
         elif plan.rule == "column":
-            # With ``inside`` x has entered already: its gradient is summed further up, and so is A's.
+            # With ``inside`` x has already entered the region, so the gradient of A is partial and must be summed.
             yield _summed(a, first, where) if plan.inside else _full(first)
             yield _sharded(b, second, "column", plan)
             kind = "dropout_alike"
@@ -168,7 +168,7 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
 
 
 def _magnitude(path: str, layer: Any, name: str, plan: ModulePlan | None, match: RuleMatch) -> TensorRule:
-    """Return the rule of the magnitudes of a weight's outputs (Liu et al., "DoRA", 2024), sharded as its outputs."""
+    """Return the rule of DoRA's magnitudes (Liu et al., 2024), which are sharded like the outputs of the weight."""
     module = layer.lora_magnitude_vector[name]
     if plan is None:
         return _full(module)
@@ -182,12 +182,12 @@ def _magnitude(path: str, layer: Any, name: str, plan: ModulePlan | None, match:
 
 
 def _inside(path: str, name: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRule]:
-    """Yield the rules of ``A`` and ``B`` of a linear layer inside a region: the gradient of one is partial."""
+    """Yield the rules of ``A`` and ``B`` of a linear layer inside a region: one sharded, one with partial gradients."""
     blocks, of_output = plan.layouts["weight"].blocks, plan.layouts["weight"].dim == 0
-    whole, cut = ("lora_A", "lora_B") if of_output else ("lora_B", "lora_A")
-    module = getattr(layer, whole)[name]
-    once = frozenset(n for n, _ in module.named_parameters() if n == "bias")  # outputs are summed further on
-    yield _summed(join(path, whole, name), module, plan.where, once)
+    full, cut = ("lora_A", "lora_B") if of_output else ("lora_B", "lora_A")
+    module = getattr(layer, full)[name]
+    once = frozenset(n for n, _ in module.named_parameters() if n == "bias")  # outputs are summed later
+    yield _summed(join(path, full, name), module, plan.where, once)
     layout = Layout.of(0 if of_output else 1, blocks)
     yield _cut(join(path, cut, name), getattr(layer, cut)[name].named_parameters(), plan.where, layout)
 
@@ -216,8 +216,8 @@ def _of_embedding(path: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRul
     """Yield the rules of ``A`` [r, vocabulary] and ``B`` [hidden, r] of a vocabulary-parallel embedding."""
     if plan.by_hidden:
         raise ConfigError(
-            f"adapters at {path}: the rule of the embedding shards its columns ({plan.where}), which LoRA does not "
-            "follow.\n  Leave it out of target_modules, or train all of it with modules_to_save."
+            f"adapters at {path} are not supported with an embedding that is sharded by columns ({plan.where})\n"
+            "  Remove it from target_modules, or train all of it with modules_to_save."
         )
     assert plan.layout is not None
     layout = Layout.of(1, plan.layout.blocks)
@@ -229,8 +229,7 @@ def _of_embedding(path: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRul
 def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
     """Yield the rules of ``A`` and ``B`` of a bare parameter, such as the weights of all experts.
 
-    ``W + B A`` is made in each forward. The factor that has the sharded dim is sharded; the other's gradient is
-    partial.
+    Each forward computes ``W + B A``. The factor with the sharded dim is sharded; the other has a partial gradient.
     """
     layout = None if plan is None else plan.layouts.get(layer.parameter_name)
     if plan is None or (layout is None and layer.parameter_name not in plan.summed):
@@ -240,13 +239,13 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
         raise _cannot_follow(path, plan, match)
     if layout is not None and plan.rule == "experts":
         table = match.scope.table
-        yield from _of_whole_experts(path, layer, plan, layout, table.tp or table.size)
+        yield from _of_full_experts(path, layer, plan, layout, table.tp or table.size)
         return
     dims = layer.get_param().ndim
     if layout is None or layout.replicated or layout.dim < dims - 2:
         raise _cannot_follow(path, plan, match)
     of_output = (layout.dim == dims - 2) is (dims == 2 or swaps_features(layer))
-    yield TensorRule(ModulePlan(path, "", plan.where))  # while its forward runs, gradients are summed
+    yield TensorRule(ModulePlan(path, "", plan.where))  # sums gradients while its forward runs
     for name in layer.lora_A:
         cut, other, dim = ("lora_B", "lora_A", 0) if of_output else ("lora_A", "lora_B", 1)
         factor = getattr(layer, cut)[name]
@@ -254,14 +253,14 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
         yield _summed(join(path, other, name), getattr(layer, other)[name], plan.where)
 
 
-def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, tp: int) -> Iterator[TensorRule]:
-    """Yield the rules of ``A``, ``[experts * r, in]``, and ``B``, ``[out, r * experts]``, of full experts' weights."""
+def _of_full_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, tp: int) -> Iterator[TensorRule]:
+    """Yield the rules of ``A``, ``[experts * r, in]``, and ``B``, ``[out, r * experts]``, of distributed experts."""
     (block,) = layout.blocks
     few = [rank for rank in range(layout.axis_size) if layout.local_size(rank) == 1]
-    if few and layout.size > 1:  # PEFT takes the weights of one expert for a plain layer's
+    if few and layout.size > 1:  # PEFT treats the weights of a single expert like a plain layer
         raise ConfigError(
-            f"adapters at {path}: {layout.size} experts over {layout.axis_size} ranks leave one on rank {few[0]}, and "
-            f"PEFT's adapters of weights of experts need two.\n  Use an expert_parallel_size of at most "
+            f"adapters at {path} require at least two experts per rank, but {layout.size} experts over "
+            f"{layout.axis_size} ranks leave one on rank {few[0]}\n  Use an expert_parallel_size of at most "
             f"{layout.size // 2 // tp * tp or 1}."
         )
     for name in layer.lora_A:
@@ -272,7 +271,7 @@ def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, t
 
 
 def _counts(path: str, layer: Any, plan: ModulePlan) -> TensorRule:
-    """Return the rule of the number of experts on each rank that adapters of their weights read."""
+    """Return the rule of the attribute ``num_experts``, which adapters of expert weights read."""
     assert plan.layout is not None
     counts = tuple(plan.layout.local_size(rank) for rank in range(plan.layout.axis_size))
     return TensorRule(None, attributes=(AttributePlan(path, "num_experts", plan.where, layer.num_experts, counts),))
@@ -302,7 +301,7 @@ def _cut(path: str, named: Iterable[tuple[str, torch.Tensor]], where: str, layou
 
 
 def _summed(path: str, module: nn.Module, where: str, once: frozenset[str] = frozenset()) -> TensorRule:
-    """Return the rule of a full module whose gradients are partial on each rank."""
+    """Return the rule of a full module whose partial gradients are summed."""
     names = frozenset(name for name, _ in module.named_parameters())
     return _full(module, ModulePlan(path, "replicated", where, summed=names, once=once))
 
@@ -314,7 +313,7 @@ def _full(module: nn.Module, plan: ModulePlan | None = None) -> TensorRule:
 def _cannot_follow(path: str, plan: ModulePlan, match: RuleMatch) -> ConfigError:
     units = ", ".join(match.rule.units)
     return ConfigError(
-        f"adapters at {path}: the rule of the base layer there is '{plan.rule or match.rule.kind}' of {units or 'all'} "
-        f"({plan.where}), which they cannot follow.\n"
-        "  Leave this layer out of target_modules, or train all of it with modules_to_save."
+        f"adapters at {path} are not supported with the rule '{plan.rule or match.rule.kind}' of {units or 'all'} of "
+        f"the base layer ({plan.where})\n"
+        "  Remove this layer from target_modules, or train all of it with modules_to_save."
     )

@@ -1,6 +1,6 @@
-"""Methods of PEFT on a parallelized model: its adapters are saved in PEFT's own files, other methods are refused.
+"""Methods of PEFT on a parallelized model: save adapters in PEFT's files, and reject unsupported methods.
 
-The ranks gather the adapters, and rank 0 lets PEFT write its files into a hidden folder, from which they are moved.
+The ranks gather the adapters. Rank 0 lets PEFT write its files into a hidden folder, and moves them into place.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _CARD = "README.md"
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the full adapters of a parallelized ``PeftModel`` by its parameters' names. Every rank takes all."""
-    yield from Adapters(model, state_of(model), {}).whole(local_tensors(model, fsdp=True))
+    """Yield the full adapters of a parallelized ``PeftModel`` by parameter names; every rank must iterate over all."""
+    yield from Adapters(model, state_of(model), {}).full(local_tensors(model, fsdp=True))
 
 
 def save_adapters(
     model: nn.Module, directory: Callable[[], object], timeout: float, options: Mapping[str, Any]
 ) -> None:
-    """Write ``adapter_model.safetensors`` and ``adapter_config.json`` of each adapter. Every rank calls it.
+    """Write ``adapter_model.safetensors`` and ``adapter_config.json`` of each adapter; every rank must call it.
 
     Args:
-        model: Parallelized model; a ``PeftModel``, or with one inside.
+        model: Parallelized model that is a ``PeftModel`` or contains one.
         directory: Function that returns the folder. Other files in it stay.
-        timeout: Seconds to wait for the other ranks to call.
+        timeout: Seconds to wait for the other ranks.
         options: Further arguments of ``PeftModel.save_pretrained``.
 
     Raises:
-        CheckpointError: There are no adapters, an argument is wrong, ranks hold different values of a replicated
-            weight, a rank did not call, or could not write. The same on every rank, with the folder as it was.
+        CheckpointError: There are no adapters, an argument is wrong, a replicated weight differs between ranks, or a
+            rank timed out or could not write. Identical on all ranks; the folder is unchanged.
     """
 
     def prepare() -> tuple[dict[str, Any], tuple[Adapters, Path], Snapshot]:
@@ -73,7 +73,7 @@ def save_adapters(
 
 
 def save_alone(model: nn.Module, directory: Callable[[], object], timeout: float, others: Mapping[str, Any]) -> None:
-    """Save adapters for ``save_parallelized(adapter_only=True)``, whose other arguments must have their defaults."""
+    """Save adapters for ``save_parallelized(adapter_only=True)``; its other arguments must have their defaults."""
     usual = {"format": "safetensors", "max_shard_size": "5GB"}
 
     def folder() -> object:
@@ -81,8 +81,8 @@ def save_alone(model: nn.Module, directory: Callable[[], object], timeout: float
         for name, value in others.items():
             if value not in (None, False, usual.get(name)):
                 raise CheckpointError(
-                    f"adapter_only=True writes what PEFT writes, which has no place for {name}={value!r}.\n  Leave "
-                    "adapter_only out to save the whole model, with its adapters and what training needs."
+                    f"adapter_only=True is not supported with {name}={value!r}: PEFT's files cannot store it\n  Remove "
+                    "adapter_only to save the full model with its adapters and training state."
                 )
         return path
 
@@ -90,7 +90,7 @@ def save_alone(model: nn.Module, directory: Callable[[], object], timeout: float
 
 
 def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    """Save adapters for ``PeftModel.save_pretrained``, which every rank calls. Raise as :func:`save_adapters`."""
+    """Save adapters for ``PeftModel.save_pretrained``, which every rank must call; raise as :func:`save_adapters`."""
     saver = type(self).save_pretrained
     if shard_of(self) is None:
         saver(self, save_directory, *args, **kwargs)
@@ -104,17 +104,17 @@ def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -
 
 
 def check_merged(model: nn.Module) -> None:
-    """Raise CheckpointError if adapters of ``model`` are active that are not merged into its weights."""
+    """Raise CheckpointError if active adapters of ``model`` are not merged into its weights."""
     for path, module in model.named_modules():
         adapted: Any = module if is_adapted(module) else None
-        whole = adapted is not None and (adapted.merged or adapted.disable_adapters)
-        if whole or not (adapted is not None or is_wrapper(module)):
+        plain = adapted is not None and (adapted.merged or adapted.disable_adapters)
+        if plain or not (adapted is not None or is_wrapper(module)):
             continue
-        what = "was trained as a whole (modules_to_save)" if is_wrapper(module) else "has adapters"
+        what = "a copy in modules_to_save" if is_wrapper(module) else "adapters"
         raise CheckpointError(
-            f"merge_checkpoints=True: {path} {what}, for which a Hugging Face checkpoint has no place.\n"
-            "  adapter_only=True writes adapters as PEFT does. After model.merge_adapter(), those of layers are part "
-            "of the weights,\n  and are saved with them."
+            f"merge_checkpoints=True is not supported with {what} at {path}\n"
+            "  Use adapter_only=True, which writes PEFT's files; or call model.merge_adapter() first, which merges "
+            "adapters of layers."
         )
 
 
@@ -123,14 +123,14 @@ _NOT_OF_PEFT = ("state_dict", "path_initial_model_for_weight_conversion", "push_
 
 
 class Adapters:
-    """The adapters of one model, to be written by PEFT.
+    """The adapters of one model, which PEFT writes.
 
     Args:
-        model: Parallelized model that holds one ``PeftModel``.
+        model: Parallelized model that contains one ``PeftModel``.
         options: Arguments of ``PeftModel.save_pretrained``.
 
     Raises:
-        CheckpointError: The model holds none or several, or PEFT would write something else than its tensors.
+        CheckpointError: The model contains no or several of them, or PEFT would write other values than its tensors.
     """
 
     def __init__(self, model: nn.Module, state: State, options: Mapping[str, Any]) -> None:
@@ -138,8 +138,8 @@ class Adapters:
         found = [(path, module) for path, module in model.named_modules() if is_peft_model(module)]
         if len(found) != 1:
             raise CheckpointError(
-                f"adapter_only=True: {type(model).__name__} holds {len(found)} models of PEFT (PeftModel); it must be "
-                "one, which writes its adapters.\n  Make it with peft.get_peft_model before autopar.initialize."
+                f"adapter_only=True requires one PeftModel in {type(model).__name__}, got {len(found)}\n"
+                "  Create it with peft.get_peft_model before autopar.initialize."
             )
         path, self.peft_model = found[0]
         self._start = f"{path}." if path else ""
@@ -149,7 +149,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def _all_parameters(self) -> Iterator[None]:
-        """Show PEFT every parameter, also of other stages: it writes the parameters that it finds in the modules."""
+        """Put the parameters of all stages into the modules, since PEFT writes the parameters that it finds there."""
         here = [(module, dict(own_parameters(module))) for module, _ in self.elsewhere]
         try:
             for module, had in self.elsewhere:
@@ -162,14 +162,16 @@ class Adapters:
                 own_parameters(module).update(has)
 
     def _names(self) -> frozenset[str]:
-        """Return the canonical names of the tensors that PEFT picks out of a state dict without data."""
+        """Return the canonical names of the tensors that PEFT selects from a state dict without data."""
         from peft import get_peft_model_state_dict
 
         peft_model: Any = self.peft_model
         chosen = self.options.get("selected_adapters") or list(peft_model.peft_config)
         unknown = [name for name in chosen if name not in peft_model.peft_config]
         if unknown:
-            raise CheckpointError(f"selected_adapters={chosen}: there are {', '.join(peft_model.peft_config)}")
+            raise CheckpointError(
+                f"selected_adapters={chosen} must be adapters of the model: {', '.join(peft_model.peft_config)}"
+            )
         plans = self.state.plan.tensors
         empty = {name: torch.empty(t.shape, dtype=dtype_of(t.dtype), device="meta") for name, t in plans.items()}
         named = self._by_peft_name(empty)
@@ -177,21 +179,21 @@ class Adapters:
         canonical = {id(tensor): name for name, tensor in empty.items()}
         for name in chosen:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PEFT says it again when it writes
+                warnings.simplefilter("ignore")  # PEFT warns again when it writes
                 embeddings = self.options.get("save_embedding_layers", "auto")
                 picked = get_peft_model_state_dict(
                     peft_model, state_dict=dict(named), adapter_name=name, save_embedding_layers=embeddings
                 )
             computed = [saved for saved, tensor in picked.items() if id(tensor) not in canonical]
             if computed and peft_model.peft_config[name].is_prompt_learning:
-                continue  # of parameters that every rank has
+                continue  # computed from parameters that every rank has
             if computed:
                 raise CheckpointError(f"adapter '{name}': PEFT computes {listed(computed)} when it saves")
             found |= {canonical[id(tensor)] for tensor in picked.values()}
         return frozenset(found)
 
     def _by_peft_name(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors, given by canonical names, by all their names in the state dict of the ``PeftModel``."""
+        """Rename tensors from canonical names to all their names in the state dict of the ``PeftModel``."""
         plans = self.state.plan.tensors
         return {
             alias.removeprefix(self._start): tensor
@@ -200,29 +202,29 @@ class Adapters:
             if alias.startswith(self._start)
         }
 
-    def whole(self, local: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def full(self, local: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the adapters from this rank's tensors, one after the other. Collective."""
         weights = FullWeights(self.state, local)
         yield from ((name, weights.gather(name)) for name in sorted(self.names))
 
     def write(self, target: Path, local: dict[str, torch.Tensor]) -> None:
-        """Write the adapters that all ranks hold. Collective."""
+        """Gather and write the adapters. A collective of the world."""
         mpu = self.state.mpu
         with waiting(mpu, "gathering the adapters", range(mpu.world_size)):
-            whole = {name: tensor.cpu() for name, tensor in self.whole(local) if mpu.rank == 0}
-        untouched = f"The adapters in {target} are as they were."
-        rank_zero(mpu, lambda: self.write_files(whole, target), lambda: untouched)
+            full = {name: tensor.cpu() for name, tensor in self.full(local) if mpu.rank == 0}
+        untouched = f"The adapters in {target} are unchanged."
+        rank_zero(mpu, lambda: self.write_files(full, target), lambda: untouched)
 
-    def write_files(self, whole: Mapping[str, torch.Tensor], target: Path) -> None:
-        """Let PEFT write its files into a hidden folder, and move them into place: configs last."""
+    def write_files(self, full: Mapping[str, torch.Tensor], target: Path) -> None:
+        """Let PEFT write its files into a hidden folder, and move them into place, configs last."""
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".adapters.tmp-", dir=target, ignore_cleanup_errors=True) as folder:
             temp = Path(folder)
             if (target / _CARD).is_file():
-                shutil.copy(target / _CARD, temp / _CARD)  # PEFT changes a card that is there
+                shutil.copy(target / _CARD, temp / _CARD)  # PEFT updates an existing card
             kind: Any = type(self.peft_model)
             with self._all_parameters():
-                kind.save_pretrained(self.peft_model, str(temp), state_dict=self._by_peft_name(whole), **self.options)
+                kind.save_pretrained(self.peft_model, str(temp), state_dict=self._by_peft_name(full), **self.options)
             written = sorted(path.relative_to(temp) for path in temp.rglob("*") if path.is_file())
             for file in sorted(written, key=lambda path: path.name == "adapter_config.json"):
                 (target / file).parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +234,7 @@ class Adapters:
 
 
 def adapt_methods(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Let saves know adapters, and replace the methods of PEFT that would be wrong on shards."""
+    """Let saves handle adapters, and replace methods of PEFT that would be wrong on shards."""
     if not uses_peft(model):
         return
     saver = save_alone if any(is_peft_model(module) for module in model.modules()) else None
@@ -261,9 +263,8 @@ def _refuse_methods(module: nn.Module, quantized: bool) -> None:
 def _hooks_without_names(self: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("adapter_names") is not None:
         raise ConfigError(
-            "adapter_names, another adapter for each sample: PEFT goes through the adapters in an order of its own on "
-            "each tensor-parallel rank.\n  Compute the samples of one adapter after the other, with "
-            "model.set_adapter(name)."
+            "adapter_names is not supported with tensor_parallel_size: PEFT's order of adapters may differ between "
+            "ranks\n  Compute the samples of one adapter after the other, with model.set_adapter(name)."
         )
     return type(self)._enable_peft_forward_hooks(self, *args, **kwargs)
 
@@ -275,28 +276,24 @@ def _refused(name: str, quantized: bool) -> Callable[..., NoReturn]:
     def method(self: Any, *_: Any, **__: Any) -> NoReturn:
         if name == "add_adapter":
             raise ConfigError(
-                f"add_adapter: PEFT makes adapters by the sizes of the layers, and those of this {type(self).__name__} "
-                "are sharded.\n  Use autopar.integrations.add_adapter(model, name, config). After it, "
-                "model.load_adapter(dir, name) reads an adapter's files."
+                f"add_adapter is not supported on a parallelized {type(self).__name__}, whose layers are sharded\n"
+                "  Use autopar.integrations.add_adapter(model, name, config); then model.load_adapter(dir, name) reads "
+                "an adapter's files."
             )
         instead = (
-            "model.merge_adapter() merges in place, and then\n  model.save_parallelized(dir, merge_checkpoints=True) "
-            "writes the merged model."
+            " Or merge in place with model.merge_adapter(),\n  and write the merged model with "
+            "model.save_parallelized(dir, merge_checkpoints=True)."
         )
-        if quantized:
-            instead = (
-                "With a quantized base\n  this is the only way: merge_checkpoints=True would leave its weights out."
-            )
         raise ConfigError(
-            f"{name}: the plan of this {type(self).__name__}, whose layers are sharded, names its adapters.\n"
-            f"  autopar.deparallelize(model).{name}(...) works on the whole model. {instead}"
+            f"{name} is not supported on a parallelized {type(self).__name__}, whose layers are sharded\n"
+            f"  Call autopar.deparallelize(model).{name}(...) on the full model.{'' if quantized else instead}"
         )
 
     return method
 
 
 def _nb_trainable(self: Any) -> tuple[int, int]:
-    """Count the trained and all parameters of the full model, as ``PeftModel`` prints them; no communication."""
+    """Count the trained and all parameters of the full model, as ``PeftModel`` does; no communication."""
     if shard_of(self) is None:
         return type(self).get_nb_trainable_parameters(self)
     return counted(self, True, False), counted(self, False, False)

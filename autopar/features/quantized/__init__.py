@@ -1,4 +1,4 @@
-"""Weights that a library quantized (bitsandbytes, torchao) stay quantized in their shards."""
+"""Keep weights that bitsandbytes or torchao quantized in quantized shards."""
 
 from autopar.registry import Feature
 

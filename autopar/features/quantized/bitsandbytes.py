@@ -1,14 +1,14 @@
 """Weights of bitsandbytes in 8 bit, and in 4 bit, also with quantized scales.
 
-In 8 bit (Dettmers et al., "LLM.int8()", 2022) each output has one scale. The layer's inputs are quantized, too, with a
-scale for each token, so ranks with some of the inputs need the largest one of all (:meth:`EightBit.whole_rows`).
+In 8 bit (Dettmers et al., "LLM.int8()", 2022) each output has one scale. The layer also quantizes its inputs, with one
+scale per token, so with sharded inputs the ranks need the largest scale of all (:meth:`EightBit.gathered_rows`).
 
 In 4 bit (NF4 and FP4; Dettmers et al., "QLoRA", 2023) a block of 64 numbers along the inputs has one scale, and two
-numbers share a byte. Scales may be quantized in turn, in groups of 256 with a scale each. Where ranks cannot hold full
-groups, scales become the numbers that these stand for: the weight stays the same to the bit. The codes stay in main
-memory, for when the shards become full weights again.
+numbers share a byte. Scales may be quantized too, in groups of 256 with one scale each. If ranks cannot hold full
+groups, their scales are dequantized: the weight stays identical to the bit. The quantized codes stay in main memory,
+to restore the full weight.
 
-bitsandbytes is never imported here: only other code that has imported it can make its layers.
+This module never imports bitsandbytes: only code that has imported bitsandbytes can create its layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.layout import Layout
 
 _BLOCK = 64  # numbers that share a scale
 _GROUP = 256  # scales that are quantized together
-_CODES = "_autopar_codes"  # attribute of a state: the quantized one, of a shard with parts of groups
+_CODES = "_autopar_codes"  # attribute of a state: the state with quantized scales, for a shard with partial groups
 _IN_FILES = {"bytes": "weight", "scales": "weight.absmax", "groups": "weight.nested_absmax"}
 
 
@@ -42,7 +42,7 @@ def functional() -> Any:
 
 
 def with_memory(module: nn.Module, data: torch.Tensor) -> Any:
-    """Return the weight of a layer, a new object if it had no memory."""
+    """Return the weight of a layer; a new object if it had no memory."""
     weight: Any = own_parameters(module)["weight"]
     if weight.is_meta and not data.is_meta:
         made = type(weight)(data, requires_grad=False)
@@ -61,18 +61,16 @@ class FourBit(QuantizedWeight):
         self._opened: Any = None  # the state in a file, without its scales
         state = getattr(module.weight, "quant_state", None) or module.quant_state
         if state is None and not module.weight.is_meta:
-            raise ConfigError("a Linear4bit is not quantized yet: bitsandbytes does that when it moves to a device")
+            raise ConfigError("a Linear4bit must be quantized before initialize\n  Move the model to a device first.")
         if module.weight.quant_storage != torch.uint8:
             raise ConfigError(
-                f"bnb_4bit_quant_storage={module.weight.quant_storage}: bytes of quantized weights would look like "
-                "numbers to whatever\n  converts or sums parameters. Leave it out: torch.uint8 is its default. Weights "
-                "in a folder have to be quantized anew."
+                f"bnb_4bit_quant_storage must be torch.uint8, its default, got {module.weight.quant_storage}\n"
+                "  Remove it; quantized weights in a folder must be quantized again."
             )
         if getattr(state, "packing_format_for_cpu", False):
             raise ConfigError(
-                "a Linear4bit was evaluated, and bitsandbytes has packed its weight for this CPU, with scales in "
-                "bfloat16, which it cannot undo.\n  Load the model again, and give it to initialize before it is "
-                "evaluated: what autopar has parallelized is not packed."
+                "a Linear4bit must not be evaluated before initialize, since bitsandbytes then packs its weight\n"
+                "  Load the model again, and call autopar.initialize before evaluating it."
             )
         nested = module.weight.compress_statistics if state is None else state.nested
         shape = module.weight.shape if state is None else state.shape
@@ -85,24 +83,24 @@ class FourBit(QuantizedWeight):
         return self._opened or getattr(self._weight, "quant_state", None) or self._module.quant_state
 
     def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
-        """Return bytes, ``[out, in/64, 32]``, scales, ``[out, in/64]``, and of quantized scales their groups."""
+        """Return bytes, ``[out, in/64, 32]``, scales, ``[out, in/64]``, and the groups of quantized scales."""
         state = self._state
         quantized = vars(state).get(_CODES) or state
         held = {"weight": self._weight.data, "weight.absmax": quantized.absmax.to(self._weight.device)}
         if quantized.nested:
             held["weight.nested_absmax"] = quantized.state2.absmax
-        places = self._places(layout, whole_groups=quantized is state)
+        places = self._places(layout, full_groups=quantized is state)
         return {name: Piece(held[place.name].view(place.shape), place.block) for name, place in places.items()}
 
-    def _places(self, layout: Layout | None, *, whole_groups: bool = True) -> dict[str, InFile]:
+    def _places(self, layout: Layout | None, *, full_groups: bool = True) -> dict[str, InFile]:
         (rows, columns), state = self.shape, self._state
         blocks, width = columns // state.blocksize, state.blocksize
         found = {"bytes": InFile("weight", (rows, blocks, width // 2), self.block)}
         scales = InFile("weight.absmax", (rows, blocks), self.block)
-        if not (state.nested or not whole_groups):
+        if not (state.nested or not full_groups):
             return found | {"scales": scales}
         groups = _groups(rows, blocks, width)
-        if whole_groups and groups is not None and (layout is None or _divides(groups[1], layout)):
+        if full_groups and groups is not None and (layout is None or _divides(groups[1], layout)):
             return found | {"scales": scales, "groups": InFile("weight.nested_absmax", *groups)}
         every = InFile("weight.nested_absmax", (-1,), (0, 0))
         return found | {"scales" if layout is None else "codes": scales, "groups": every}
@@ -110,14 +108,14 @@ class FourBit(QuantizedWeight):
     def open(
         self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
     ) -> dict[str, InFile]:
-        """Return the places of bytes and scales, and take the rest."""
+        """Return the places of bytes and scales, and read the small tensors."""
         unread = {name: torch.empty(0) for name in ("absmax", "nested_absmax") if f"weight.{name}" not in small}
         if "weight.nested_quant_map" not in small:
             del unread["nested_absmax"]
         self._opened = state = functional().QuantState.from_dict({**small, **unread}, small["weight.quant_map"].device)
         self.shape, count = shape, -(-shape[0] * shape[1] // state.blocksize)
         if tuple(state.shape) != shape:
-            raise ValueError(f"it has shape {list(state.shape)} there, {list(shape)} in the model")
+            raise ValueError(f"expected shape {list(shape)}, as in the model, got {list(state.shape)}")
         if layout is not None:
             return self._places(layout)
         found = {"bytes": InFile("weight", (-(-shape[0] * shape[1] // 2), 1), (0, 0))}
@@ -127,18 +125,18 @@ class FourBit(QuantizedWeight):
         return found
 
     def files(self, shape: tuple[int, int]) -> dict[str, Piece]:
-        """Return bytes, scales, groups, and the rest of the full weight's state."""
+        """Return bytes, scales, groups, and the other tensors of the full weight's state."""
         state, found = vars(self._state).get(_CODES) or self._state, {"weight": Piece(self._weight.data)}
         if shape[1] % state.blocksize == 0:
             pieces = self.pieces().items()
             found = {_IN_FILES[name]: piece._replace(flat=1 + (name == "bytes")) for name, piece in pieces}
-        whole = copy.copy(state)
-        whole.shape = torch.Size(shape)
-        rest = whole.as_dict(packed=True).items()
+        full = copy.copy(state)
+        full.shape = torch.Size(shape)
+        rest = full.as_dict(packed=True).items()
         return found | {f"weight.{name}": Piece(tensor) for name, tensor in rest if f"weight.{name}" not in found}
 
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
-        """Take the pieces of a shard; codes whose groups lie on several ranks become numbers."""
+        """Set the pieces of a shard; scales whose groups span several ranks are dequantized."""
         if layout is not None and "codes" in tensors:
             state, blocks, codes = self._state, self.shape[1] // self._state.blocksize, tensors["codes"]
             places = [torch.arange(count, device=codes.device) for count in (self.shape[0], blocks)]
@@ -150,7 +148,7 @@ class FourBit(QuantizedWeight):
         super().take(tensors, layout, rank)
 
     def beside(self) -> dict[str, torch.Tensor]:
-        """Return the scales, with groups and mean if these are quantized."""
+        """Return the scales, with groups and mean if the scales are quantized."""
         if self.pending:
             return {}
         state = self._state
@@ -158,7 +156,7 @@ class FourBit(QuantizedWeight):
         return found | {"groups": state.state2.absmax, "mean": state.offset} if state.nested else found
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
-        """Take bytes, scales and groups of a weight of this shape."""
+        """Set bytes, scales and groups of a weight of this shape."""
         old, library = self._state, functional()
         quantized, state2 = vars(old).get(_CODES) or old, None
         if "groups" in tensors:
@@ -186,13 +184,13 @@ class FourBit(QuantizedWeight):
         self._weight = with_memory(self._module, tensors["bytes"])
         self._weight.data = tensors["bytes"].reshape(-1, 1)
         self._weight.bnb_quantized, self._weight.blocksize = True, state.blocksize
-        self._weight.module = self._module  # of a copied model it is the layer that was copied
+        self._weight.module = self._module  # in a copied model it still is the original layer
         self._weight.quant_state = self._module.quant_state = state
         self._weight.compress_statistics, self._weight.quant_type = state.nested, state.quant_type
         self.shape, self._opened = shape, None
 
     def keep_form(self, keep: bool) -> None:
-        """Keep evaluation on CPUs with AVX512-BF16 from packing the weight, which then passes no gradient."""
+        """Prevent evaluation on CPUs with AVX512-BF16 from packing the weight, which would block gradients."""
         may = getattr(sys.modules["bitsandbytes.nn.modules"], "has_avx512bf16", bool)
         self._module.support_avx512bf16_for_cpu = not keep and may()
 
@@ -214,7 +212,7 @@ class FourBit(QuantizedWeight):
             self._nest(layout, axis)
 
     def _nest(self, layout: Any, axis: Any) -> None:
-        """Quantize the scales as the full weight's."""
+        """Quantize the scales with the statistics of the full weight."""
         state, (rows, columns) = self._state, self.shape
         blocks, steps = columns // state.blocksize, layout.in_steps(self.block[layout.dim])
         scales = all_gather(state.absmax.view(rows, blocks), axis, steps)  # [out, in/64] of the full weight
@@ -240,7 +238,7 @@ class FourBit(QuantizedWeight):
 
 
 def _groups(rows: int, blocks: int, width: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return shape and block of the groups of ``[rows, blocks]`` scales; None if some are not rectangular."""
+    """Return shape and block of the groups of ``[rows, blocks]`` scales; None if some groups are not rectangular."""
     if blocks % _GROUP == 0:
         return (rows, blocks // _GROUP), (1, _GROUP * width)
     if _GROUP % blocks == 0 and rows * blocks % _GROUP == 0:
@@ -249,7 +247,7 @@ def _groups(rows: int, blocks: int, width: int) -> tuple[tuple[int, int], tuple[
 
 
 def _four_bit(shape: tuple[int, int], layout: Layout | None, rank: int, *, nested: bool) -> int:
-    """Return the bytes of a shard: 4-bit numbers, and scales in fp32, or quantized with groups and their mean."""
+    """Return the bytes of a shard: 4-bit numbers, and scales in fp32 or quantized (with groups and mean)."""
     rows, columns = shape if layout is None else layout.local_shape(shape, rank)
     packed, scales = -(-rows * columns // 2), -(-rows * columns // _BLOCK)
     if not nested:
@@ -279,8 +277,8 @@ def _kind_of(name: str, nested: bool) -> QuantizedKind:
     return QuantizedKind(form, (1, _BLOCK), False, nbytes, config)
 
 
-LIBRARY = "bitsandbytes.nn.modules"  # imported by the code that has made such a layer
-_PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
+LIBRARY = "bitsandbytes.nn.modules"  # imported by code that has created such a layer
+_PADDING = 4  # columns; the product of 8-bit matrices needs multiples of 4
 
 
 def find(module: nn.Module) -> FourBit | EightBit | None:
@@ -296,7 +294,7 @@ def find(module: nn.Module) -> FourBit | EightBit | None:
 
 
 class EightBit(QuantizedWeight):
-    """The weight of a ``Linear8bitLt``. A shard with some of the inputs has four more columns, of 0."""
+    """The weight of a ``Linear8bitLt``. A shard of the inputs has four additional columns of zeros."""
 
     hidden = ("state",)
 
@@ -321,7 +319,7 @@ class EightBit(QuantizedWeight):
         return {"numbers": InFile("weight", shape, self.block), "scales": InFile("SCB", (shape[0], 1), (1, 0))}
 
     def files(self, shape: tuple[int, int]) -> dict[str, Piece]:
-        """Return numbers, scales, and the format of rows that are not tiled."""
+        """Return numbers, scales, and the code of the row-major format."""
         numbers, scales = self.pieces().values()
         row_major = Piece(torch.tensor(0, dtype=torch.uint8))
         return {"weight": numbers, "SCB": scales._replace(flat=1), "weight_format": row_major}
@@ -333,7 +331,7 @@ class EightBit(QuantizedWeight):
         return {} if self.pending else {"scales": self._scales}
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
-        """Take numbers and scales of a weight of this shape."""
+        """Set numbers and scales of a weight of this shape."""
         numbers, state = tensors["numbers"], self._module.state
         if shape[1] < self.shape[1]:
             numbers = nn.functional.pad(numbers, (0, _PADDING))
@@ -346,7 +344,7 @@ class EightBit(QuantizedWeight):
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
         shape = (values.shape[0], values.shape[1])
         values = values.to(torch.float16)
-        if layout is not None and layout.dim == 1:  # an output has one scale for all its inputs
+        if layout is not None and layout.dim == 1:  # the scale of an output covers the inputs of all ranks
             most = largest(values.abs().amax(1, keepdim=True).float(), axis)
             values = torch.cat([values, most.to(values.dtype)], 1)
             self.shape = (shape[0], layout.size)
@@ -365,12 +363,12 @@ class EightBit(QuantizedWeight):
         numbers = self._weight.data[:, : self.shape[1]]
         return numbers.float() * (self._scales.view(-1, 1) / 127.0)
 
-    def whole_rows(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Return ``x``, ``[..., in/tp + 4]``, in which each token has the scale of all its inputs.
+    def gathered_rows(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """Return ``x`` with additional columns, ``[..., in/tp + 4]``, so that tokens get the scale of all their inputs.
 
         Args:
-            x: This rank's inputs, ``[..., in/tp]``; a token's scale is its largest number below the outliers.
-            axis: The ranks with the other inputs.
+            x: Local inputs, ``[..., in/tp]``; the scale of a token is its largest number below the outliers.
+            axis: Axis over which the inputs are sharded.
         """
         size, threshold = x.detach().to(torch.float16).abs(), self._module.state.threshold
         if threshold > 0:
@@ -380,16 +378,16 @@ class EightBit(QuantizedWeight):
 
 
 class RowParallelEightBit(RowParallelStored):
-    """A layer that quantizes its sharded inputs, with each token's scale over all inputs."""
+    """A layer that quantizes its sharded inputs, with the scale of each token over all inputs."""
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = super()._multiply(EightBit(self).whole_rows(x, self.tp), weight, bias)
-        # On a GPU it is a view out of bitsandbytes' autograd function, which must not be summed in place.
+        y = super()._multiply(EightBit(self).gathered_rows(x, self.tp), weight, bias)
+        # On a GPU it is a view from bitsandbytes' autograd function, which must not be summed in place.
         return y.clone() if y.requires_grad else y
 
 
 def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
-    """Return the bytes of a shard: numbers, four more columns where inputs are sharded, and scales in fp32."""
+    """Return the bytes of a shard: numbers, four additional columns for sharded inputs, and scales in fp32."""
     rows, columns = shape if layout is None else layout.local_shape(shape, rank)
     return rows * (columns + (_PADDING if columns < shape[1] else 0)) + 4 * rows
 
@@ -397,4 +395,4 @@ def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
 _FOUR = {f"{name}{'-double' * nested}": _kind_of(name, nested) for name in ("nf4", "fp4") for nested in (False, True)}
 _INT8 = functools.partial(BitsAndBytesConfig, load_in_8bit=True)
 KINDS = {**_FOUR, "int8": QuantizedKind("bitsandbytes int8", EightBit.block, True, _eight_bit, _INT8)}
-"""The forms that a plan can be made for without any weights, by their names in commands."""
+"""Name of a form in commands -> form, to plan a model without weights."""

@@ -1,9 +1,9 @@
-"""Quantized weights in files: folders of transformers, methods that it quantizes by, and checkpoints.
+"""Quantized weights in files: folders of transformers, its quantization methods, and checkpoints.
 
 Each rank reads its shard of the numbers and scales of quantized weights. transformers assembles the tensors of a weight
-in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes the place of this operation
-and notes the tensors, after all renames. MXFP4 weights that become plain ones are read in shards, too (:class:`Mxfp4`):
-transformers writes them into a full tensor, which lazy loading cannot follow.
+in one operation per library. During lazy loading, a :class:`Collector` replaces this operation and records the tensors,
+after all renames. MXFP4 weights that become plain weights are read in shards too (:class:`Mxfp4`), because transformers
+writes them into a full tensor, which lazy loading cannot track.
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ class Quantizers:
 
     @staticmethod
     def check(what: str, method: str) -> None:
-        """Raise ConfigError if weights quantized by ``method`` cannot be sharded, with an argument that dequantizes."""
+        """Raise ConfigError if weights quantized by ``method`` cannot be sharded; name an argument that dequantizes."""
         if method in _SHARDED:
             return
-        instead = (
-            "Load the weights that were quantized: BitsAndBytesConfig and TorchAoConfig quantize them for autopar."
-        )
+        instead = "Load the original weights, and quantize them with BitsAndBytesConfig or TorchAoConfig."
         if kind := _with_argument(method):
-            instead = f"from_pretrained(..., quantization_config={kind}(dequantize=True)) makes plain weights of them."
+            instead = f"Dequantize them with from_pretrained(..., quantization_config={kind}(dequantize=True))."
         raise ConfigError(f"{what} has weights quantized by {method}, which autopar does not shard.\n  {instead}")
 
     @staticmethod
@@ -60,14 +58,14 @@ class Quantizers:
         """Raise ConfigError if a ``config.json`` has quantized weights that cannot be sharded or dequantized."""
         try:
             method = json.loads(text)["quantization_config"]["quant_method"]
-        except (ValueError, KeyError, TypeError):  # plain, or damaged: transformers says so
+        except (ValueError, KeyError, TypeError):  # not quantized, or damaged, for which transformers raises
             return
         if not _with_argument(method):
             Quantizers.check(what, method)
 
     @staticmethod
     def read(original: Callable[..., Any], model: Any, config: Any) -> tuple[Callable[..., Any], Any]:
-        """Return transformers' ``_load_pretrained_model`` and its config, for a quantized model without memory."""
+        """Return transformers' ``_load_pretrained_model`` and its config for a quantized model without memory."""
         quantizer = config.hf_quantizer
         if not quantizer.pre_quantized:
             torchao.prepare(model, quantizer)
@@ -81,7 +79,7 @@ class Quantizers:
 
     @staticmethod
     def dequantize(original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return transformers' ``_load_pretrained_model`` for plain weights that are made of quantized ones."""
+        """Return transformers' ``_load_pretrained_model`` for plain weights from quantized files."""
 
         def load(model: Any, tensors: Any, files: Any, config: Any, *rest: Any, **more: Any) -> Any:
             with _replaced(config, lambda one: isinstance(one, Mxfp4Dequantize), DequantizeMxfp4):
@@ -91,7 +89,7 @@ class Quantizers:
 
 
 def _with_argument(method: str) -> str:
-    """Return the configuration class of a method whose weights transformers can dequantize, by name; else ``""``."""
+    """Return the name of a method's config class if transformers can dequantize its weights; else ``""``."""
     kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     return kind.__name__ if kind is not None and "dequantize" in inspect.signature(kind).parameters else ""
 
@@ -103,14 +101,14 @@ def _load_packed(
     found: dict[str, dict[str, LazyTensor]] = {}
     with _replaced(config, _quantizes, functools.partial(Collector, found=found)):
         info, index = load(model, tensors, files, config, *rest, **more)
-    if not info.conversion_errors and (config.ignore_mismatched_sizes or not info.mismatched_keys):  # else an error
+    if not info.conversion_errors and (config.ignore_mismatched_sizes or not info.mismatched_keys):  # else it raises
         _point_to_packed(model, quantizer, plain, found, str(config.pretrained_model_name_or_path))
     return info, index
 
 
 @contextlib.contextmanager
 def _replaced(config: Any, chosen: Callable[[Any], bool], stand_in: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the chosen operations of transformers' conversions inside of ``with``."""
+    """Replace the chosen operations of transformers' conversions inside."""
     conversions = [one for one in config.weight_mapping or () if any(map(chosen, getattr(one, "operations", [])))]
     before = [one.operations for one in conversions]
     try:
@@ -127,14 +125,14 @@ def _quantizes(operation: Any) -> bool:
 
 
 class Collector(NotCopied):
-    """Stands for the operation of transformers that makes a quantized weight; notes its tensors in ``found``."""
+    """Replacement for transformers' operation that creates a quantized weight; records the tensors in ``found``."""
 
     def __init__(self, operation: Any, found: dict[str, dict[str, LazyTensor]]) -> None:
         self.hf_quantizer = operation.hf_quantizer  # with it transformers changes no dtype before the operation
         self.found = found
 
     def convert(self, tensors: dict[str, Any], full_layer_name: str, **_: Any) -> dict[str, Any]:
-        """Note the tensors of a weight, and return its numbers; an unquantized weight is returned as it is."""
+        """Record the tensors of a weight, and return its numbers; return an unquantized weight unchanged."""
         parts = {name: one[0] if isinstance(one, list) else one for name, one in tensors.items()}
         if len(parts) == 1:
             return parts if "weight" in parts else {full_layer_name: next(iter(parts.values()))}
@@ -143,23 +141,23 @@ class Collector(NotCopied):
 
 
 class DequantizeMxfp4(NotCopied):
-    """Stands for the operation of transformers that makes plain weights of experts in MXFP4."""
+    """Replacement for the operation of transformers that dequantizes experts in MXFP4."""
 
     def __init__(self, operation: Any) -> None:
-        self.hf_quantizer = operation.hf_quantizer  # as Collector's
+        self.hf_quantizer = operation.hf_quantizer  # as in Collector
 
     def convert(self, tensors: dict[str, Any], model: Any, full_layer_name: str, **_: Any) -> dict[str, Any]:
-        """Return the plain weight, to be read in ranges."""
+        """Return the plain weight as a lazy tensor that is read in ranges."""
         parts = {name.rpartition("_")[2]: one[0] if isinstance(one, list) else one for name, one in tensors.items()}
         made = Mxfp4(parts["blocks"].lazy, parts["scales"].lazy, model.get_parameter(full_layer_name).dtype)
         return {full_layer_name: Sketch(made)}
 
 
 class Mxfp4(LazyTensor):
-    """Plain experts, ``[experts, inputs, outputs]``, of those in MXFP4: a scale for each block of inputs of an output.
+    """Plain weights of experts in MXFP4, ``[experts, inputs, outputs]``; each block of inputs of an output has a scale.
 
     Args:
-        blocks: Two numbers a byte, ``[experts, outputs, blocks, bytes]``.
+        blocks: Two numbers per byte, ``[experts, outputs, blocks, bytes]``.
         scales: Exponents, ``[experts, outputs, blocks]``.
     """
 
@@ -173,7 +171,7 @@ class Mxfp4(LazyTensor):
         (blocks, scales), (experts, (low, high), outputs) = self.bases, box
         each = 2 * blocks.shape[-1]
         start, stop = low // each, -(-high // each)
-        for place, expert in enumerate(range(*experts)):  # one at a time: numbers take four times their memory
+        for place, expert in enumerate(range(*experts)):  # one at a time, since plain numbers take 4x the memory
             mine = ((expert, expert + 1), outputs, (start, stop))
             packed = blocks.read((*mine, (0, blocks.shape[-1])))
             plain = convert_moe_packed_tensors(packed, scales.read(mine), dtype=self.dtype)[0]
@@ -183,20 +181,20 @@ class Mxfp4(LazyTensor):
 def _point_to_packed(
     model: Any, quantizer: Any, plain: Mapping[str, Any], found: Mapping[str, Mapping[str, LazyTensor]], folder: str
 ) -> None:
-    """Give quantized layers without memory their library's weights, with their places in files.
+    """Set the library's weights in quantized layers without memory, with their places in files.
 
     Args:
-        plain: Weights that the library made before anything was loaded, by the path of their layer.
-        found: Tensors by the name of their weight, from :class:`Collector`.
+        plain: Path of a layer -> weight that the library created before loading.
+        found: Name of a weight -> its tensors, from :class:`Collector`.
 
     Raises:
-        CheckpointError: A weight lacks its scales, or has scales for another shape.
+        CheckpointError: A weight lacks its scales, or its scales have a wrong shape.
     """
     lacking = [path for path in plain if f"{path}.weight" not in found]
     if lacking:
         raise CheckpointError(
-            f"{folder} does not hold the scales of {len(lacking)} weights that its config says are quantized, "
-            f"{lacking[0]}.weight first"
+            f"{folder} does not hold the scales of {len(lacking)} weights that are quantized according to its config, "
+            f"such as {lacking[0]}.weight"
         )
     for name, parts in found.items():
         path = name.rpartition(".")[0]
@@ -217,14 +215,14 @@ def _point_to_packed(
 
 
 class Base:
-    """The part ``base`` of a checkpoint, which is left out under adapters.
+    """The part ``base`` of a checkpoint, with bytes and scales in their library's format.
 
-    It holds bytes and scales as their library writes them, viewed with a dim for the outputs and one for the inputs.
+    Tensors are viewed with one dim for the outputs and one for the inputs. Saves of adapters only omit this part.
     """
 
     @staticmethod
     def collect(model: nn.Module, state: State) -> tuple[list[tuple[str, TensorPlan, torch.Tensor]], dict[str, str]]:
-        """Return weight, plan and tensor of each piece on this rank, and notes for the heads of files."""
+        """Return weight name, plan and tensor of each local piece, and notes for file headers."""
         tensors: list[tuple[str, TensorPlan, torch.Tensor]] = []
         notes: dict[str, str] = {}
         found: dict[str, Any] = {**stored_weights(model)}
@@ -238,15 +236,15 @@ class Base:
             for name, (tensor, block, flat) in stored.files(form).items():
                 step = 0 if layout is None else block[layout.dim]
                 cut = layout.in_steps(step) if layout is not None and step else None
-                whole = list(tensor.shape)
+                shape = list(tensor.shape)
                 if cut is not None:
-                    whole[cut.dim] = cut.size
-                count = math.prod(whole)
-                sizes = ((count, 1) if flat == 2 else (count,)) if flat else tuple(whole)
+                    shape[cut.dim] = cut.size
+                count = math.prod(shape)
+                sizes = ((count, 1) if flat == 2 else (count,)) if flat else tuple(shape)
                 steps = tuple(torch.empty(sizes, device="meta").stride())
                 pieces = (Piece(f"{saved}{name}", sizes, steps, 0),)
                 full = f"{path}.{name}"
-                plan = TensorPlan(full, tuple(whole), dtype_name(tensor.dtype), cut, pieces=pieces)
+                plan = TensorPlan(full, tuple(shape), dtype_name(tensor.dtype), cut, pieces=pieces)
                 tensors.append((weight.name, plan, tensor))
         return tensors, notes
 

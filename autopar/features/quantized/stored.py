@@ -1,7 +1,7 @@
-"""A weight that is stored in several tensors, none of which has its shape: shards of it, and the full weight again.
+"""A weight that is stored in several tensors, none of which has its shape: shard and gather it.
 
-A form says which tensors stand for the weight, and how their entries lie along its outputs and inputs. Sharding,
-joining, reading and multiplying are the same for all forms.
+A form lists the tensors that represent the weight, and the layout of their entries along outputs and inputs. Sharding,
+gathering, reading and multiplying are the same for all forms.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from autopar.tensor_parallel.regions import WeightGradient
 
 
 class Piece(NamedTuple):
-    """One tensor of a stored weight, viewed with a dim for the outputs and one for the inputs, ``[out, in, ...]``.
+    """One tensor of a stored weight, viewed as ``[out, in, ...]``.
 
     Attributes:
-        block: Elements of the weight per entry, along each of the two dims; 0 stands for all elements.
-        flat: Number of dims in a file: 1 for ``[n]``, 2 for ``[n, 1]``; 0 for the tensor's own shape.
+        block: Number of weight elements per entry, along outputs and inputs; 0 means all elements.
+        flat: Number of dims in a file: 1 for ``[n]``, 2 for ``[n, 1]``, 0 for the shape of the tensor.
     """
 
     tensor: torch.Tensor
@@ -40,12 +40,12 @@ class Piece(NamedTuple):
 
 
 class InFile(NamedTuple):
-    """A tensor of a stored weight as ``save_pretrained`` writes it.
+    """A tensor of a stored weight in the format of ``save_pretrained``.
 
     Attributes:
         name: Name in the file, after the path of the layer.
         shape: Shape of the view, ``[out, in, ...]``.
-        block: Elements per entry, as :attr:`Piece.block`.
+        block: Number of elements per entry, as in :attr:`Piece.block`.
     """
 
     name: str
@@ -55,29 +55,29 @@ class InFile(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizedKind(Kind):
-    """A form of quantized weights, before there are any.
+    """A form of quantized weights, independent of a weight.
 
     Attributes:
-        parts: Function that returns the bytes of a rank's shard of a weight of this shape, with its scales; the layout
-            of a replicated weight is None.
-        config: Function that makes transformers' ``quantization_config``, where the name alone determines it.
+        parts: Function ``(shape, layout, rank) -> bytes`` of a rank's shard with its scales; the layout is None for a
+            replicated weight.
+        config: Function that returns transformers' ``quantization_config``, if the name determines it.
     """
 
     parts: Callable[[tuple[int, int], Layout | None, int], int]
     config: Callable[[], Any] | None = None
 
     def nbytes(self, shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
-        """Return the bytes of a rank's shard of a weight of this shape, with its scales."""
+        """Return the bytes of a rank's shard of a weight of this shape, including its scales."""
         return self.parts(shape, layout if layout is not None and layout.axis_size > 1 else None, rank)
 
     def check(self, shown: str, shape: torch.Size, layout: Layout, match: RuleMatch) -> None:
-        """Raise ConfigError if a rank would hold part of a block, or too few inputs of a layer that quantizes them."""
+        """Raise ConfigError if a rank would hold a partial block, or inputs that need a scale over all ranks."""
         if layout.axis_size == 1:
             return
         step, dim, table = self.block[layout.dim], layout.dim, match.scope.table
         what = f"tensor_parallel_size={table.size} does not fit {shown}: its weight ({self.form}) has"
         if shape[1] % self.block[1]:
-            raise ConfigError(f"{what} {shape[1]} inputs, no whole number of blocks of {self.block[1]}.")
+            raise ConfigError(f"{what} {shape[1]} inputs, which must be a multiple of the block size {self.block[1]}.")
 
         def fits(size: int) -> bool:
             try:
@@ -95,14 +95,13 @@ class QuantizedKind(Kind):
             others = [size for size in range(2, 2 * table.size) if size != table.size and fits(size)]
             raise ConfigError(
                 f"{what} blocks of {step} inputs, and ranks would hold {sizes} of {layout.size}.\n"
-                f"  Sizes that fit this layer: {', '.join(map(str, [1, *others]))}."
+                f"  Use a size that fits this layer: {', '.join(map(str, [1, *others]))}."
             ) from None
         if self.takes_rows and dim == 1 and match.rule.kind in ("sharded", "norm_over"):
             raise ConfigError(
                 f"tensor_parallel_size={layout.axis_size} does not fit {shown}: its weight ({self.form}) is "
-                f"'sharded' inside a region, where ranks\n  would hold {sizes} of {layout.size} inputs, and its layer "
-                f"quantizes them with one scale for all ({match.rule.where}).\n  Make it a 'row', quantize it in 4 "
-                "bits, or leave it out of the quantization."
+                f"'sharded' inside a region, where ranks would hold {sizes} of {layout.size} inputs with one scale "
+                f"({match.rule.where})\n  Use a 'row' rule, quantize it in 4 bits, or exclude it from quantization."
             )
 
 
@@ -113,13 +112,13 @@ def largest(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 class QuantizedWeight(StoredWeight):
-    """The weight of one linear layer in the form of one library; ``block`` as in its :class:`Kind`."""
+    """The weight of one linear layer in the form of one library; ``block`` is the same as in its :class:`Kind`."""
 
     block: tuple[int, int] = (1, 1)
     _module: Any
 
     def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
-        """Return the tensors that stand for the weight, by name, in a form that ``layout`` can shard."""
+        """Return the tensors that represent the weight, by name, in a form that ``layout`` can shard."""
         raise NotImplementedError
 
     def open(
@@ -128,20 +127,20 @@ class QuantizedWeight(StoredWeight):
         """Return the places of the tensors of a weight in a file, in a form that ``layout`` can shard.
 
         Args:
-            small: Tensors of the file that are identical for all shards, by their names there.
+            small: Tensors in the file that are identical for all shards, by name.
         """
         raise NotImplementedError
 
     def files(self, shape: tuple[int, int]) -> dict[str, Piece]:
-        """Return the tensors for files of a shard of a weight of this shape, by their names there."""
+        """Return the tensors to write for a shard of a weight of this shape, by their names in files."""
         raise NotImplementedError
 
     def note(self, shape: tuple[int, int]) -> str:
-        """Return the note on a weight of this shape in the head of a file; empty if its tensors suffice."""
+        """Return the note on a weight of this shape for the file header; empty if the tensors suffice."""
         return ""
 
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
-        """Take the shard of ``rank`` of a full weight's pieces."""
+        """Set the tensors of the shard of ``rank``."""
         rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
         self.put((rows, columns), tensors)
 
@@ -150,7 +149,7 @@ class QuantizedWeight(StoredWeight):
         raise NotImplementedError
 
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
-        """Quantize this rank's shard, or without a layout the full weight, of a pending one, to the same bytes."""
+        """Quantize the local shard of a pending weight to the bytes of the full weight's shard; no layout: in full."""
         raise NotImplementedError
 
     def layer_class(self, rule: str) -> Any:
@@ -158,7 +157,7 @@ class QuantizedWeight(StoredWeight):
         return ColumnParallelStored if rule == "column" else RowParallelStored
 
     def shard(self, layout: Layout, rank: int) -> None:
-        """Keep the shard of ``rank``; raise ValueError if a rank would hold part of a block."""
+        """Keep the shard of ``rank``; raise ValueError if a rank would hold a partial block."""
         tensors = {
             name: layout.in_steps(step).shard(tensor, rank) if (step := block[layout.dim]) else tensor
             for name, (tensor, block, _) in self.pieces(layout).items()
@@ -166,17 +165,17 @@ class QuantizedWeight(StoredWeight):
         self.take(tensors, layout, rank)
 
     def join(self, layout: Layout, axis: Axis) -> None:
-        """Undo :meth:`shard`."""
+        """Gather the full weight: undo :meth:`shard`. A collective of the axis."""
         tensors = {
             name: all_gather(tensor, axis, layout.in_steps(step)) if (step := block[layout.dim]) else tensor
             for name, (tensor, block, _) in self.pieces().items()
         }
-        whole = list(self.shape)
-        whole[layout.dim] = layout.size
-        self.put((whole[0], whole[1]), tensors)
+        full = list(self.shape)
+        full[layout.dim] = layout.size
+        self.put((full[0], full[1]), tensors)
 
     def materialize(self, source: Any, layout: Layout | None, mpu: Any, read: Callable[[], torch.Tensor]) -> None:
-        """Read the numbers from files that hold them, or quantize this rank's shard of the plain weight."""
+        """Read quantized numbers from files, or quantize the local shard of the plain weight."""
         if isinstance(source, Packed):
             rows, columns = source.shape
             self.read(source.parts, (rows, columns), layout, mpu)
@@ -188,14 +187,14 @@ class QuantizedWeight(StoredWeight):
     def located(
         self, parts: Mapping[str, LazyTensor], shape: tuple[int, int], layout: Layout | None, device: torch.device
     ) -> dict[str, tuple[LazyTensor, tuple[int, int]]]:
-        """Return the pieces of a weight in files, each with the elements per entry.
+        """Return the pieces of a weight in files, each with its number of elements per entry.
 
         Args:
-            parts: All tensors of the weight, by their names after the path of the layer.
+            parts: All tensors of the weight, by name relative to the layer.
             shape: Shape of the full weight.
 
         Raises:
-            ValueError, KeyError: The tensors do not stand for a weight of this shape.
+            ValueError, KeyError: The tensors do not represent a weight of this shape.
         """
         small = {name: part.read().to(device) for name, part in parts.items() if not name.endswith(_LARGE)}
         found = {}
@@ -203,17 +202,19 @@ class QuantizedWeight(StoredWeight):
             lazy = parts[name]
             sizes = lazy.shape if form == (-1,) else form
             if math.prod(sizes) != math.prod(lazy.shape):
-                raise ValueError(f"{name} has shape {list(lazy.shape)}, a weight of {list(shape)} needs {list(sizes)}")
+                raise ValueError(
+                    f"{name} must have shape {list(sizes)} for a weight of {list(shape)}, got {list(lazy.shape)}"
+                )
             viewed = lazy if lazy.shape == tuple(sizes) or not any(block) else reshaped(lazy, sizes)
             if viewed is None and name in small:
                 viewed = InMemory(small[name].cpu().view(sizes))
             if viewed is None:
-                raise ValueError(f"{name} is computed of other tensors")
+                raise ValueError(f"{name} must not be computed from other tensors")
             found[piece] = (viewed, block)
         return found
 
     def read(self, parts: Mapping[str, LazyTensor], shape: tuple[int, int], layout: Layout | None, mpu: Any) -> None:
-        """Read this rank's shard, or the full weight if the layout is None or for one rank. See :meth:`located`."""
+        """Read the local shard; with a layout of None or of one rank the full weight. See :meth:`located`."""
         layout = None if layout is None or layout.axis_size == 1 else layout
         tensors = {}
         for name, (lazy, block) in self.located(parts, shape, layout, mpu.device).items():
@@ -225,22 +226,22 @@ class QuantizedWeight(StoredWeight):
         self.take(tensors, layout, mpu.shards.rank)
 
 
-_LARGE = ("absmax", "SCB", "qdata", "scale", "zero_point", "weight")  # ends of names of tensors that are sharded
+_LARGE = ("absmax", "SCB", "qdata", "scale", "zero_point", "weight")  # name endings of sharded tensors
 
 
 class Packed(LazyTensor):
-    """A weight that lies in files as several tensors, ``parts``, by their names after the path of the layer."""
+    """A weight that is stored in files as several tensors; ``parts``: the tensors by name relative to the layer."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Mapping[str, LazyTensor]) -> None:
         super().__init__(shape, dtype, parts.values())
         self.parts = parts
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        raise CheckpointError("quantized numbers alone are no weight")
+        raise CheckpointError("a quantized weight cannot be read as a plain tensor")
 
 
 class StoredProduct(ParallelLayer):
-    """A mixin before the column- or row-parallel layer, which is before the class of the weight's library."""
+    """Mixin for a parallel layer that multiplies by the forward of the weight's library."""
 
     _weight_gradient: WeightGradient | None = None  # the weight is frozen
 
@@ -255,8 +256,8 @@ class StoredProduct(ParallelLayer):
 
 
 class ColumnParallelStored(StoredProduct, Column):
-    """A linear layer with a quantized weight and its output features sharded."""
+    """A linear layer with a quantized weight and sharded output features."""
 
 
 class RowParallelStored(StoredProduct, Row):
-    """A linear layer with a quantized weight and its input features sharded."""
+    """A linear layer with a quantized weight and sharded input features."""

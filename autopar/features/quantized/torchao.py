@@ -1,10 +1,10 @@
-"""Weights of torchao, int8 and float8 weight-only: numbers of 8 bits, and scales for rows or for groups of inputs.
+"""Weights of torchao, int8 and float8 weight-only: numbers of 8 bits, and scales per row or per group of inputs.
 
-The parameter is a tensor subclass of torchao, with the shape and the dtype of the weight; numbers and scales are its
-attributes. A layer computes the same with a slice of such a tensor, so shards are slices: exact to the bit where
-outputs are sharded. Where inputs are, the scales of rows are replicated.
+The parameter is a tensor subclass of torchao with the shape and the dtype of the weight; numbers and scales are its
+attributes. Shards are slices of such a tensor. With sharded outputs they are exact to the bit; with sharded inputs the
+scales of rows are replicated.
 
-torchao is never imported here: only other code that has imported it can make its weights.
+This module never imports torchao: only code that has imported torchao can create its weights.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autopar.errors import ConfigError
 from autopar.features.quantized.stored import InFile, Piece, QuantizedKind, QuantizedWeight, largest
 from autopar.layout import Layout
 
-LIBRARY = "torchao.utils"  # imported by the code that has made such a layer
+LIBRARY = "torchao.utils"  # imported by code that has created such a layer
 _FORMATS = {"Int8Tensor": "torchao int8", "Float8Tensor": "torchao float8"}
-_STEP = "_autopar_step"  # attribute of a layer whose weight does not show it
+_STEP = "_autopar_step"  # attribute of a layer whose weight does not show its step
 _OF_INPUTS = ("act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale")
 
 
 def find(module: nn.Module) -> EightBitTensor | None:
-    """Return the weight of a layer of torchao, else None; raise ConfigError for a form that cannot be sharded."""
+    """Return the weight of a torchao layer, or None; raise ConfigError for a form that cannot be sharded."""
     library: Any = sys.modules.get(LIBRARY)
     weight = own_parameters(module).get("weight")
     if library is None or not isinstance(weight, library.TorchAOBaseTensor):
@@ -40,17 +40,17 @@ def find(module: nn.Module) -> EightBitTensor | None:
     inputs = any(getattr(weight, name, None) is not None for name in _OF_INPUTS)
     if kind not in _FORMATS or inputs or not isinstance(module, nn.Linear):
         raise ConfigError(
-            f"the weight of a layer ({layer}) is torchao's {kind}{' with quantized inputs' * inputs}: "
-            "Int8WeightOnlyConfig and Float8WeightOnlyConfig\n  of linear layers are supported."
+            f"torchao's {kind}{' with quantized inputs' * inputs} is not supported as the weight of a {layer}\n"
+            "  Use Int8WeightOnlyConfig or Float8WeightOnlyConfig on linear layers."
         )
     return EightBitTensor(module)
 
 
 def prepare(model: nn.Module, quantizer: Any) -> None:
-    """Give the layers of a model without memory the weights that transformers' ``quantizer`` would give them.
+    """Create the weights that transformers' ``quantizer`` would create, in a model without memory.
 
     Raises:
-        ConfigError: It quantizes some layers differently, or a copy of the embedding.
+        ConfigError: The quantizer has different settings per layer, or quantizes a copy of the embedding.
     """
     settings = quantizer.quantization_config
     library: Any = sys.modules.get("torchao.quantization")
@@ -59,8 +59,8 @@ def prepare(model: nn.Module, quantizer: Any) -> None:
     how = settings.get_apply_tensor_subclass()
     if isinstance(how, library.FqnToConfig) or settings.untie_embedding_weights:
         raise ConfigError(
-            "TorchAoConfig with FqnToConfig or untie_embedding_weights cannot be loaded lazily: load the model with "
-            "transformers' from_pretrained."
+            "TorchAoConfig with FqnToConfig or untie_embedding_weights is not supported with lazy loading\n"
+            "  Load the model with transformers' from_pretrained."
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and quantizer.param_needs_quantization(model, f"{path}.weight"):
@@ -68,7 +68,7 @@ def prepare(model: nn.Module, quantizer: Any) -> None:
 
 
 def empty_weight(quantizer: Any, name: str, parts: Mapping[str, torch.Tensor]) -> nn.Parameter:
-    """Return the weight for parts of these shapes in a file of torchao."""
+    """Return the weight without memory for the given parts in a torchao file."""
     library: Any = importlib.import_module("torchao.prototype.safetensors.safetensors_support")
     path = name.rpartition(".")[0]
     held = {f"{path}.{key}": part for key, part in parts.items()}
@@ -92,12 +92,12 @@ class EightBitTensor(QuantizedWeight):
 
     @property
     def _step(self) -> tuple[int, int]:
-        """Outputs and inputs of one scale; 0 stands for all."""
+        """Number of outputs and of inputs per scale; 0 means all."""
         known: tuple[int, int] | None = vars(self._module).get(_STEP)
         return _step_of(self._weight) if known is None else known
 
     def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
-        """Return numbers, ``[out, in]``, and scales and zero points, ``[out, 1]`` where each row has one."""
+        """Return numbers, ``[out, in]``, and scales and zero points, ``[out, 1]`` if each row has one."""
         return {name: Piece(x, (1, 1) if name == "qdata" else self._step) for name, x in self._held().items()}
 
     def open(
@@ -115,23 +115,23 @@ class EightBitTensor(QuantizedWeight):
         return {f"_weight_{name}": piece for name, piece in self.pieces().items()}
 
     def note(self, shape: tuple[int, int]) -> str:
-        """Return the class and the settings of the weight, as torchao writes them."""
+        """Return class and settings of the weight in torchao's file format."""
         library: Any = importlib.import_module("torchao.prototype.safetensors.safetensors_utils")
         _, settings = self._weight.__tensor_flatten__()
         block = [size or every for size, every in zip(self._step, shape, strict=True)]
-        whole = type(self._weight).__tensor_unflatten__(self._held(), settings | {"block_size": block}, None, None)
-        return json.dumps(whole, cls=library.TensorSubclassAttributeJSONEncoder)
+        full = type(self._weight).__tensor_unflatten__(self._held(), settings | {"block_size": block}, None, None)
+        return json.dumps(full, cls=library.TensorSubclassAttributeJSONEncoder)
 
     def _held(self) -> dict[str, torch.Tensor]:
         names, _ = self._weight.__tensor_flatten__()
         return {name: getattr(self._weight, name) for name in names}
 
     def beside(self) -> dict[str, torch.Tensor]:
-        """Return all tensors, by their names in torchao."""
+        """Return all tensors by their names in torchao."""
         return {} if self.pending else self._held()
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
-        """Take the tensors of a weight of this shape."""
+        """Set the tensors of a weight of this shape."""
         weight, step = self._weight, self._step
         block = [size or all_of_it for size, all_of_it in zip(step, shape, strict=True)]
         _, settings = weight.__tensor_flatten__()
@@ -141,17 +141,17 @@ class EightBitTensor(QuantizedWeight):
             own_parameters(self._module)["weight"] = weight
         else:
             weight.data = made
-        for name, tensor in tensors.items():  # ``.data =`` changes the shape alone
+        for name, tensor in tensors.items():  # ``.data =`` changes only the shape
             setattr(weight, name, tensor)
         weight.block_size, self.shape = block, shape
         vars(self._module).pop(_STEP, None)
-        if _step_of(weight) != step:  # one group of inputs is left, and looks like a row
+        if _step_of(weight) != step:  # a single local group of inputs looks like a full row
             vars(self._module)[_STEP] = step
 
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
         library, step = sys.modules["torchao.quantization"], self._step
         shape, kind = (values.shape[0], values.shape[1]), type(self._weight)
-        if layout is not None and step[layout.dim] == 0:  # a scale covers the other ranks' numbers, too
+        if layout is not None and step[layout.dim] == 0:  # a scale also covers the numbers of other ranks
             dims = [dim for dim in (0, 1) if step[dim] == 0]
             most = largest(values.abs().amax(dims, keepdim=True).float(), axis).to(values.dtype)
             values = torch.cat([values, most.expand_as(values.narrow(layout.dim, 0, 1))], layout.dim)
@@ -169,8 +169,8 @@ class EightBitTensor(QuantizedWeight):
         """Raise ConfigError if the weight was quantized from another dtype, which torchao keeps."""
         if self.dtype != dtype:
             raise ConfigError(
-                f"precision.dtype is {dtype}, and the weight of {path} ({self.kind.form}) was quantized as one of "
-                f"{self.dtype}, which stays.\n  Load the model with dtype={dtype}."
+                f"the weight of {path} ({self.kind.form}) must be quantized from precision.dtype {dtype}, got "
+                f"{self.dtype}\n  Load the model with dtype={dtype}."
             )
 
     def drop(self) -> None:
@@ -181,7 +181,7 @@ class EightBitTensor(QuantizedWeight):
 
 
 def _nbytes(shape: tuple[int, int], layout: Layout | None, rank: int, *, step: tuple[int, int], beside: int) -> int:
-    """Return the bytes of a shard: its numbers, and ``beside`` bytes for each scale."""
+    """Return the bytes of a shard: its numbers, and ``beside`` bytes per scale."""
     rows, columns = shape if layout is None else layout.local_shape(shape, rank)
     scales = (rows // step[0] if step[0] else 1) * (columns // step[1] if step[1] else 1)
     return rows * columns + scales * beside

@@ -1,12 +1,12 @@
-"""Compare over tp and cp, when a forward begins, the values that ranks with the same batch must have in common.
+"""Compare over tp and cp, at the start of a forward, the values that must be identical on ranks with the same batch.
 
-One small all-reduce at the start of the model's forward carries six numbers: a digest of the call (mode, shapes,
-optimizer steps made so far), of the inputs' contents, of the random generators that the model draws from, of a sample
-of the replicated weights; and of the gradient and of the optimizer's state that a sharded weight had in the last step,
-which must *differ* over tp. In the first forward of a mode the shards of all weights must differ, too. Every rank gets
-the largest and the smallest of each, and so the same result. Ranks exchange the values only for an error.
+One small all-reduce carries six digests. Four must be identical: of the call (mode, shapes, number of optimizer steps),
+of the contents of the inputs, of the random generators that the model uses, and of a sample of the replicated weights.
+Two must differ over tp: of the gradient and of the optimizer state of a sharded weight in the last step. In the first
+forward of a mode, the shards of all weights must differ too. Every rank gets the maximum and the minimum of each
+digest, and so the same result. Ranks exchange the values only for an error message.
 
-It comes before the first collective of the forward, so a batch of another length is an error here, not an aborted
+The check runs before the first collective of the forward, so a batch of another length raises instead of aborting the
 process.
 """
 
@@ -39,28 +39,28 @@ from autopar.features.rank_checks.messages import different, explanation, same_g
 from autopar.guards.step import StepCheck, group_call
 from autopar.stored import without_memory
 
-_WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
-_WATCHED_AGAIN = 16  # and every so many later ones
-_ELEMENTS = 16384  # of one sample
-_TENSORS = 8  # replicated weights in one sample, at most
-_FEW = 256  # elements from which on shards of parameters that are not called ``weight`` are compared
-_OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
-_FIRST = (1024, 64, 16)  # elements of one sharded weight, if it has as many
+_WATCHED = 4  # number of first forwards of a mode that detect the generators of the model
+_WATCHED_AGAIN = 16  # interval of later forwards that detect them
+_ELEMENTS = 16384  # elements per sample
+_TENSORS = 8  # largest number of replicated weights per sample
+_FEW = 256  # smallest shard that is compared, in elements, of parameters that are not named ``weight``
+_OF_SHARD = 2048  # elements of the gradient and the state of a sharded weight
+_FIRST = (1024, 64, 16)  # elements of one sharded weight, depending on its size
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
 class ForwardCheck:
-    """Compare over tp and cp, at the start of the model's forwards.
+    """The rank check over tp and cp at the start of a model's forwards.
 
     Args:
-        draws: Returns whether the model draws random numbers, in training (True) or in evaluation.
+        draws: Function ``(training) -> bool`` that returns whether the model draws random numbers.
         steps: Counts and digests of optimizer steps.
-        every: Compare contents, generators and weights on every ``every``-th forward, and on the first of each mode;
-            0 compares on the first of each mode and nothing, not even shapes, later.
-        whole_every: Steps after which all replicated weights are compared, not a sample; 0: never.
+        every: Interval of forwards that compare contents, generators and weights, in addition to the first of each
+            mode; 0 compares only the first of each mode, and later not even shapes.
+        full_every: Interval of steps after which all replicated weights are compared instead of a sample; 0: never.
 
     Attributes:
-        begun: Values by name, from each feature, that must be identical on all ranks in this forward.
+        begun: Named values of each feature that must be identical on all ranks in this forward.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class ForwardCheck:
         draws: Callable[[bool], bool],
         steps: StepCheck,
         every: int,
-        whole_every: int = 0,
+        full_every: int = 0,
     ) -> None:
-        self.whole_every, steps.sample = whole_every, sample_shard
-        self._whole_after = 0  # steps after which all replicated weights were compared last
+        self.full_every, steps.sample = full_every, sample_shard
+        self._full_after = 0  # number of steps at the last comparison of all replicated weights
         self.mpu, self.failures, self.draws, self.steps, self.every = mpu, failures, draws, steps, every
-        self._left = -1  # forwards that are still compared inside first_only; -1 outside
+        self._left = -1  # remaining forwards to compare inside first_only; -1 outside
         self._watches = True
         self._samples = WeightSamples(fsdp=mpu.cp.size == 1)
-        self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
+        self._forwards = {True: 0, False: 0}  # number of forwards in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
         self.begun: Sequence[Mapping[str, str]] = ()
@@ -86,29 +86,29 @@ class ForwardCheck:
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         copied = memo[id(self)] = copy.copy(self)
         vars(copied).update(copy.deepcopy(vars(self), memo))
-        copied._count_anew()
+        copied._reset_counts()
         return copied
 
     def find_sharded(self, model: nn.Module) -> None:
-        """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of tp."""
+        """Find the sharded weights whose shards differ; heads may be copies of each other. A collective of tp."""
         self._samples.find_sharded(model, self.mpu.tp)
         self.steps.watch(set(self._samples.apart))
 
     # -- around a forward ------------------------------------------------------------------------------------------
 
     def before_forward(
-        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
+        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, cached: bool = False
     ) -> None:
         """Compare the call, inputs, generators and weights. A collective of the tp and cp axes.
 
         Args:
             arguments: Arguments by name (:func:`named_arguments`).
-            compiled: True for a graph, after which :meth:`after_forward` is not called.
-            going_on: True for a forward with a cache that an earlier one has filled. In evaluation weights were
-                compared there, and are again in one of :data:`_WATCHED_AGAIN` forwards.
+            compiled: True in a compiled graph, which does not call :meth:`after_forward`.
+            cached: True for a forward with a cache that an earlier forward filled. In evaluation it compares weights
+                only in one of :data:`_WATCHED_AGAIN` forwards, since the earlier forward compared them.
 
         Raises:
-            ConsistencyError: on every rank of the axis; names what differs, and both values.
+            ConsistencyError: A value differs; on every rank of the axes, with both values.
         """
         if self._left == 0:
             return
@@ -120,9 +120,9 @@ class ForwardCheck:
         if not full and not self.every:
             return
         self._samples.collect(model)
-        seen = self._described(model, arguments, going_on=going_on)
+        seen = self._described(model, arguments, cached=cached)
         numbers = [of_text(repr(seen))]
-        brief = going_on and full and not model.training and 0 < self.every <= number % _WATCHED_AGAIN
+        brief = cached and full and not model.training and 0 < self.every <= number % _WATCHED_AGAIN
         if full:
             watched = self._watches and not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
             self._before = Generators.now().digests() if watched and not brief else None
@@ -142,9 +142,9 @@ class ForwardCheck:
                 raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu), equal))
 
     def after_forward(self, model: nn.Module) -> None:
-        """Find the generators that the forward drew from: from then on their states are compared, and these at once.
+        """Find the generators that the forward drew from, and compare the states of new ones.
 
-        A collective of the axes where it drew from one for the first time, which it does on all ranks.
+        Later forwards compare them too. A collective of the axes if a generator is new, on all ranks.
         """
         before, self._before = self._before, None
         if before is None:
@@ -162,29 +162,29 @@ class ForwardCheck:
         """Check that all ranks make this ``call``, before its first collective. A collective of the tp and cp axes.
 
         Raises:
-            ConsistencyError: another rank does something else, a forward for instance.
+            ConsistencyError: Another rank makes a different call, such as a forward.
         """
         seen = {"call": call, "optimizer steps so far": str(self.steps.made)}
         if not self._compare([of_text(repr(seen))])[0]:
             self._raise(None, {}, seen, full=False)
 
     def report(self, call: str) -> None:
-        """Take part in the collectives of :meth:`before_forward` on a rank that does not begin the forward.
+        """Join the collectives of :meth:`before_forward` on a rank that does not start the forward.
 
-        Peers that begin one raise and quote ``call``.
+        The other ranks raise and quote ``call``.
         """
         if self._left != 0 and self.every and not self._compare([of_text("refused")])[0]:
-            self._count_anew()
+            self._reset_counts()
             everyone = [{"call": call}] * self.mpu.tp_cp.size
             dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp_cp.group)
 
     @contextlib.contextmanager
     def first_only(self, compare: bool = True, watch: bool = True) -> Iterator[None]:
-        """Compare the first forward inside, and no other: the later ones are computed from its result.
+        """Compare only the first forward inside, since later forwards depend on its result.
 
         Args:
-            compare: False compares none.
-            watch: True to find the generators that the model draws from; False where other threads may draw from them.
+            compare: False to compare no forward.
+            watch: True to detect the generators of the model; False if other threads may draw from them.
         """
         before = self._left, self._watches
         self._left, self._watches = int(compare) if self._left else 0, watch
@@ -195,50 +195,50 @@ class ForwardCheck:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the next forward is not compared: a later one inside :meth:`first_only`."""
+        """True if the next forward is not compared, because it is not the first inside :meth:`first_only`."""
         return self._left == 0
 
     def reset(self) -> None:
-        """Collect the weights anew: modules have changed."""
+        """Collect the weights again after modules have changed."""
         self._samples.reset()
 
-    def _count_anew(self) -> None:
-        """Reset the counts, by which the next forwards are compared: after a disagreement they may differ by rank."""
+    def _reset_counts(self) -> None:
+        """Reset the counts of forwards, which may differ between ranks after a disagreement."""
         self._forwards = dict.fromkeys(self._forwards, 0)
         self._samples.next = 0
 
     # -- compared values -------------------------------------------------------------------------------------------
 
     def _is_due(self, model: nn.Module) -> bool:
-        """Return whether this is the first training forward after a step whose weights are all compared."""
-        made, every = self.steps.made, self.whole_every
-        due = every > 0 and model.training and made // every > self._whole_after // every
-        self._whole_after = made if due else self._whole_after
+        """Return whether this is the first training forward after a step that is due for a full comparison."""
+        made, every = self.steps.made, self.full_every
+        due = every > 0 and model.training and made // every > self._full_after // every
+        self._full_after = made if due else self._full_after
         return due
 
-    def _described(self, model: nn.Module, arguments: Mapping[str, Any], *, going_on: bool) -> dict[str, str]:
-        """Describe the call: the values that ranks compare in every forward."""
+    def _described(self, model: nn.Module, arguments: Mapping[str, Any], *, cached: bool) -> dict[str, str]:
+        """Return the values that every forward compares, by name."""
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
         seen["weights that are trained"] = f"{of_text(self._samples.trained()):x}"[:8]
         for each in self.begun:
             seen |= each
-        seen |= {"goes on from a cache": "yes"} if going_on else {}
+        seen |= {"continues from a cache": "yes"} if cached else {}
         for name, value in leaves(arguments):
             if isinstance(value, torch.Tensor):
-                wants = ", wants a gradient" if value.requires_grad else ""
+                wants = ", requires a gradient" if value.requires_grad else ""
                 seen[name] = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}{wants}"
             elif isinstance(value, bool | int | float | str):
                 seen[name] = repr(value)
         return seen
 
     def _samples_of_weights(self, all_weights: bool) -> list[int]:
-        """Return a digest of replicated weights; and, after a step, digests of the step, which must differ."""
+        """Return a digest of replicated weights, and after a step the digests of the step, which must differ."""
         weights, last = sums_of_bits(self._samples.replicated(all_weights)), self.steps.last_shard
         return [of_text(repr(weights)), *([] if last is None else last.digests(-1 - self.mpu.tp_cp.rank))]
 
     def _states(self, model: nn.Module) -> dict[str, str]:
-        """The states of the generators that the model draws from."""
+        """Return the states of the generators that the model draws from."""
         drawn = set(self._drawn[model.training])
         if self.draws(model.training):
             on_gpu = self.mpu.device.type != "cpu"
@@ -247,17 +247,17 @@ class ForwardCheck:
         return {name: known[name] for name in sorted(drawn) if name in known}
 
     def _compare(self, numbers: list[int]) -> tuple[bool, bool]:
-        """Compare up to four digests that must be identical, and two that must differ; missing ones do.
+        """Compare up to four digests that must be identical, and two that must differ; missing digests differ.
 
-        The values that must differ are compared over tp and cp together: cp ranks hold the same, so all are equal only
-        if they are in one tensor-parallel group.
+        The digests that must differ are compared over tp and cp together. cp ranks have identical shards, so all ranks
+        are equal exactly if the tensor-parallel ranks are.
 
         Returns:
-            Whether the first four are identical; whether one of the last two is.
+            True if the first four are identical; True if one of the last two is identical.
         """
         axis, first, missing = self.mpu.tp_cp, numbers[:4], [-1 - self.mpu.tp_cp.rank] * 2
         numbers = [*first, *[0] * (4 - len(first)), *(numbers[4:] or missing)]
-        with self.failures.wait("comparing what the forward begins with", axis.ranks):
+        with self.failures.wait("comparing the inputs of the forward", axis.ranks):
             largest, smallest = extremes_over(axis, numbers)
         same = list(map(operator.eq, largest, smallest))
         return all(same[:4]), same[4] or same[5]
@@ -272,14 +272,14 @@ class ForwardCheck:
         if full and model is not None:
             for name, value in leaves(arguments):
                 if isinstance(value, torch.Tensor) and not value.is_meta:
-                    wants = ", wants a gradient" if value.requires_grad else ""
+                    wants = ", requires a gradient" if value.requires_grad else ""
                     mine[name] = f"{list(value.shape)} {hexdigest(local_part(value))}{wants}"
             mine |= self._states(model)
             mine |= {f"weight {name}": hexdigest(weight) for name, weight in self._samples.named()}
         everyone = [mine] * axis.size
-        with self.failures.wait("comparing what the forward begins with", axis.ranks):
+        with self.failures.wait("comparing the inputs of the forward", axis.ranks):
             dist.all_gather_object(everyone, mine, group=axis.group)
-        self._count_anew()
+        self._reset_counts()
         weights = (name.removeprefix("weight ") for name in different(everyone) if name.startswith("weight "))
         kinds = [name for name, its in (("tensor", self.mpu.tp), ("context", self.mpu.cp)) if its.size > 1]
         text = explanation(everyone, list(axis.ranks), f"{'- and '.join(kinds)}-parallel")
@@ -294,7 +294,7 @@ def make(
     draws: Callable[[bool], bool],
     steps: StepCheck,
 ) -> ForwardCheck:
-    """Make the check of a model's forwards. A collective of tp; weights have memory by now."""
+    """Make the rank check of a model's forwards. A collective of tp; all weights must have memory."""
     kind, _, number = config.consistency_inputs.partition(" ")
     every = {"auto": 1 if mpu.device.type == "cpu" else 10, "first": 0, "always": 1}.get(kind)
     every = int(number) if every is None else every
@@ -308,14 +308,14 @@ def make(
 
 
 class WeightSamples:
-    """Samples of the weights of one model, of different elements each time.
+    """Samples of the weights of one model, with different elements each time.
 
     Args:
-        fsdp: True to sample also replicated weights that FSDP has sharded: the ranks that compare have the same rows of
-            them in a tensor-parallel group, and different ones in a context-parallel group.
+        fsdp: True to also sample replicated weights that FSDP has sharded. Their rows are identical in a
+            tensor-parallel group, but differ in a context-parallel group.
 
     Attributes:
-        apart: ``id(weight)`` -> the sharded weights whose shards differ.
+        apart: ``id(weight)`` -> sharded weight, for weights whose shards differ.
     """
 
     def __init__(self, *, fsdp: bool = True) -> None:
@@ -324,8 +324,8 @@ class WeightSamples:
         self.apart: dict[int, nn.Parameter] = {}
         self._sharded: list[nn.Parameter] = []
         self._all: list[nn.Parameter] = []
-        self._model: weakref.ref[nn.Module] | None = None  # of these weights
-        self.next = 0  # place of the next sample among the replicated weights
+        self._model: weakref.ref[nn.Module] | None = None  # model of these weights
+        self.next = 0  # index of the next sample among the replicated weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightSamples:
         copied = memo[id(self)] = WeightSamples(fsdp=self._fsdp)
@@ -334,7 +334,7 @@ class WeightSamples:
         return copied
 
     def find_sharded(self, model: nn.Module, axis: Axis) -> None:
-        """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of the axis."""
+        """Find the sharded weights whose shards differ; heads may be copies of each other. A collective of the axis."""
         weights = list(_sharded_weights(model))
         if not weights:
             return
@@ -346,7 +346,7 @@ class WeightSamples:
         self.apart = {id(weight): weight for weight, apart, missing in found if apart and not missing}
 
     def collect(self, model: nn.Module) -> None:
-        """Collect the weights of ``model``, unless they were collected in the last call."""
+        """Collect the weights of ``model``, unless the last call collected them."""
         if self._model is None or self._model() is not model:
             self._model = weakref.ref(model)
             kept = [(name, p) for name, p in _replicated(model) if self._fsdp or not isinstance(p, DTensor)]
@@ -357,20 +357,20 @@ class WeightSamples:
             self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
 
     def reset(self) -> None:
-        """Collect the weights anew at the next sample."""
+        """Let the next sample collect the weights again."""
         self._model = None
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the replicated weights by name; in ``torch.func.functional_call`` those that it was given."""
+        """Return the replicated weights by name; in ``torch.func.functional_call`` the weights passed to it."""
         return [(name, _current(held, leaf, known)) for name, held, leaf, known in self._replicated]
 
     def trained(self) -> bytes:
-        """Return for each weight whether it is trained."""
+        """Return one byte per weight: 1 if it requires a gradient."""
         with no_overrides():
             return bytes(map(_IS_TRAINED, self._all))
 
     def replicated(self, all_weights: bool) -> list[torch.Tensor]:
-        """Sample some replicated weights; with ``all_weights`` return all of them."""
+        """Return a sample of the replicated weights, or all of them with ``all_weights``."""
         if all_weights:
             return [weight for _, weight in self.named()]
         left, sample = _ELEMENTS, list[torch.Tensor]()
@@ -386,7 +386,7 @@ class WeightSamples:
         return sample
 
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
-        """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
+        """Return the names of the sharded weights whose shards are now equal on all ranks. A collective of the axis."""
         parts = [first_elements(weight) for weight in self._sharded]
         apart = -1 - axis.rank
         largest, smallest = extremes_over(axis, [apart if part is None else of_tensor(part) for part in parts])
@@ -395,7 +395,7 @@ class WeightSamples:
 
 
 def _current(held: Mapping[str, Any], leaf: str, known: nn.Parameter) -> torch.Tensor:
-    """Return this weight as a forward that begins now uses it, of the parameters that a module holds."""
+    """Return the tensor that a forward uses now for a weight: the current parameter of its module."""
     found: nn.Parameter | None = held.get(leaf)
     return local_part(known) if found is None or isinstance(known, DTensor) else found.detach()
 
@@ -414,9 +414,9 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def first_elements(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return some elements of a shard; None if there are none, or all are the same number, or not numbers.
+    """Return some elements of a shard; None if it is empty, constant or not finite.
 
-    Shards of unequal sizes that are drawn under one seed begin with equal numbers: so there are few kinds of lengths.
+    Shards of different sizes drawn under one seed start with equal numbers, so only a few lengths are used.
     """
     with no_overrides():
         count = weight.numel()
@@ -433,9 +433,9 @@ def first_elements(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the weights, tables of experts and the like that are sharded over tp.
+    """Yield the weights and other large parameters that are sharded over tp.
 
-    Biases, and parameters with few elements, are left out: they may well be equal on all ranks.
+    Biases and parameters with few elements are skipped, because they may be equal on all ranks.
     """
     for module in model.modules():
         parameters = own_parameters(module)
@@ -453,20 +453,20 @@ def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 class ShardSample(NamedTuple):
-    """Some rows of the gradient of a sharded weight, and of its optimizer state; None where there are none."""
+    """Rows of the gradient of a sharded weight and of its optimizer state; None if missing."""
 
     name: str
     gradient: torch.Tensor | None
     state: torch.Tensor | None
 
     def digests(self, apart: int) -> list[int]:
-        """Digest both; ``apart`` where there is nothing to compare."""
+        """Return the digests of both; ``apart`` for a missing value."""
         return [_digest_of(self.gradient, apart), _digest_of(self.state, apart)]
 
 
 @torch.no_grad()
 def sample_shard(sharded: list[tuple[str, nn.Parameter]], turn: int, optimizer: Optimizer) -> ShardSample | None:
-    """Copy some rows of the gradient and of the state of one weight, of another one each turn; None without any."""
+    """Copy rows of the gradient and the state of one weight, a different one each turn; None without weights."""
     if not sharded:
         return None
     name, parameter = sharded[turn % len(sharded)]
@@ -482,7 +482,7 @@ def _first_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _digest_of(part: torch.Tensor | None, apart: int) -> int:
-    """Return a digest; ``apart`` if all elements are the same number, or some are not finite."""
+    """Return a digest; ``apart`` if all elements are equal or some are not finite."""
     if part is None:
         return apart
     part = part.cpu()
@@ -491,7 +491,7 @@ def _digest_of(part: torch.Tensor | None, apart: int) -> int:
 
 
 def some_rows(tensor: torch.Tensor, turn: int, most: int) -> torch.Tensor:
-    """Return rows of a tensor with about ``most`` elements in all, different ones each turn."""
+    """Return rows of a tensor with about ``most`` elements in total, different rows each turn."""
     if tensor.numel() <= most or tensor.ndim == 0:
         return tensor
     rows = max(1, most * len(tensor) // tensor.numel())

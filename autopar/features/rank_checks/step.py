@@ -1,8 +1,8 @@
 """Compare gradients and weights over the data-parallel replicas at ``optimizer.step()``.
 
-Ranks that hold the same shard write digests into torch.distributed's key-value store, and each reads the other ranks'
-digests: no collective, in which ranks would wait for a rank that skips its step. The first step waits for the digests
-of the other ranks. Later steps wait some seconds, and compare late digests in a later step.
+Ranks with the same shard write digests into torch.distributed's key-value store, and each rank reads the digests of the
+others. There is no collective, because a rank that skips its step would block it. The first step waits for the digests
+of the other ranks. Later steps wait a few seconds, and compare late digests in a later step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from autopar.features.rank_checks.forward import some_rows
 from autopar.features.rank_checks.messages import unlike_gradients, unlike_weights
 from autopar.guards.step import Progress, group_call, replicas_in_words
 
-_FULL = 3  # first steps, of which all gradients and weights are compared
-_DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another rank, by how often it was late
-_KEPT = 64  # steps that are remembered to be compared with what comes late
-_GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
-_BUSY = 16  # ranks from which on the store is read less often
-OVERFLOW = -1  # the digest of a gradient that is not finite
-_OF_STEP = (4, 4096)  # weights of one step's sample, and elements of each: replicas may hold shards of other sizes
+_FULL = 3  # number of first steps that compare all gradients and weights
+_DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another rank, by its number of late steps
+_KEPT = 64  # number of steps kept for a comparison with late digests
+_GPU_INTERVAL = 10  # steps between two comparisons on a GPU, where reading a digest makes the host wait
+_BUSY = 16  # number of ranks from which on the store is read less often
+OVERFLOW = -1  # digest of a gradient that is not finite
+_OF_STEP = (4, 4096)  # number of weights in a sample, and of elements of each; sizes of shards may differ by replica
 
 
 @dataclass
@@ -40,9 +40,9 @@ class _Published:
 
     Attributes:
         compared: Number of comparisons so far.
-        digests: Number of a comparison that waits for other ranks -> True if it is of all weights; digests of this
-            rank as JSON.
-        late: Number of consecutive steps in which the digests of another rank came too late.
+        digests: Number of a comparison that waits for other ranks -> (True if it covers all weights, local digests as
+            JSON).
+        late: Number of consecutive steps in which the digests of another rank were late.
     """
 
     compared: int = 0
@@ -51,31 +51,31 @@ class _Published:
 
 
 class StepComparison:
-    """Compare the steps of one model's optimizers over the data-parallel replicas. Created on every rank.
+    """The comparison of a model's optimizer steps over the data-parallel replicas; created on every rank.
 
     Args:
-        whole_every: Steps between two comparisons of all gradients and weights; 0: in the first steps only.
-        experts: Names of parameters that are sharded over replicas, too.
+        full_every: Interval of steps that compare all gradients and weights; 0: the first steps only.
+        experts: Names of parameters that are also sharded over replicas.
     """
 
-    def __init__(self, mpu: MPU, failures: FailureLog, whole_every: int, experts: frozenset[str]) -> None:
-        self.mpu, self.failures, self.whole_every, self._experts = mpu, failures, whole_every, experts
-        self._published: dict[int, _Published] = {}  # by the optimizer's number
+    def __init__(self, mpu: MPU, failures: FailureLog, full_every: int, experts: frozenset[str]) -> None:
+        self.mpu, self.failures, self.full_every, self._experts = mpu, failures, full_every, experts
+        self._published: dict[int, _Published] = {}  # number of an optimizer -> its comparisons
         self._store = PrefixStore(f"autopar steps {failures.name}", default_store())
         self._before = mpu.dp_cp.ranks[mpu.dp_cp.rank - 1]
         self._others = [rank for rank in mpu.dp_cp.ranks if rank != mpu.rank]
         self._interval = (1 if mpu.device.type == "cpu" else _GPU_INTERVAL) * max(1, mpu.world_size // _BUSY)
 
     def compare(self, optimizer: str, progress: Progress, *, closure: bool, scaled: bool) -> None:
-        """Publish the digests of this step, and compare the other ranks' published ones.
+        """Publish the digests of this step, and compare the published digests of the other ranks.
 
         Args:
-            optimizer: Name for errors.
-            closure: True if gradients are computed inside of the step: then only weights are compared.
-            scaled: True if a step that overflows is skipped.
+            optimizer: Name of the optimizer for messages.
+            closure: True if the step computes gradients, so that only weights are compared.
+            scaled: True if a step with an overflow is skipped.
         """
         step = progress.steps
-        full = step < _FULL or (self.whole_every > 0 and (step + 1) % self.whole_every == 0)
+        full = step < _FULL or (self.full_every > 0 and (step + 1) % self.full_every == 0)
         if not full and step % self._interval:
             return
         held = [(name, p) for name, p in progress.held if not isinstance(p, DTensor) and not p.is_meta]
@@ -93,7 +93,7 @@ class StepComparison:
             self._store.delete_key(_key(progress, old, self.mpu.rank))
 
     def _compare_with_others(self, optimizer: str, progress: Progress, seen: _Published) -> None:
-        """Compare digests of all weights with all replicas, so that all raise, and samples with the replica before."""
+        """Compare digests of all weights with all replicas, so that all raise; samples with the previous replica."""
         for turn, (full, mine) in list(seen.digests.items()):
             keys = {rank: _key(progress, turn, rank) for rank in (self._others if full else [self._before])}
             seconds = _DEADLINES[min(seen.late, len(_DEADLINES) - 1)] if turn else self.failures.timeout
@@ -134,12 +134,12 @@ class StepComparison:
     def _refuse(self, optimizer: str, mine: Any, theirs: Any, rank: int) -> None:
         (names, step, ours, count), (other_names, _, others, other_count) = mine, theirs
         if names != other_names and ours.keys().isdisjoint(others):
-            return  # each rank steps different parameters, as in ZeRO
+            return  # with ZeRO each rank steps different parameters
         pair = sorted([self.mpu.rank, rank])
         first, second = (ours, others) if self.mpu.rank == pair[0] else (others, ours)
         place = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {optimizer}"
         replicas = replicas_in_words(self.mpu)
-        if rank not in self.mpu.copies.ranks:  # it holds other experts
+        if rank not in self.mpu.copies.ranks:  # the other rank holds different experts
             ours = {name: two for name, two in ours.items() if name not in self._experts}
         weights = {name: (first[name][1], second[name][1]) for name in ours if name in others}
         weights = {name: two for name, two in weights.items() if two[0] != two[1]}
@@ -172,9 +172,9 @@ def _key(progress: Progress, turn: int, rank: int) -> str:
 def digest_step(
     held: list[tuple[str, nn.Parameter]], turn: int | None, closure: bool, scaled: bool
 ) -> dict[str, tuple[int, int]]:
-    """Return by name the digests of each gradient and weight; with ``turn`` of a sample that moves with it.
+    """Return the digests of each gradient and weight by name; with ``turn`` only of a sample that rotates with it.
 
-    Gradients that are not finite are not compared if the loss is ``scaled``, since their step is skipped.
+    If the loss is ``scaled``, gradients that are not finite are not compared, because their step is skipped.
     """
     names, sums, (count, most) = [], list[torch.Tensor](), _OF_STEP
 

@@ -1,4 +1,4 @@
-"""Norms and dropout between sharded regions compute with this rank's rows of each sequence: ``sequence_parallel``."""
+"""Run norms and dropout between sharded regions on this rank's rows of each sequence: ``sequence_parallel``."""
 
 from autopar.registry import Feature, Step
 

@@ -1,9 +1,8 @@
-"""The dry run of sequence parallelism: which modules of a model's blocks work on rows of the sequence.
+"""The dry run of sequence parallelism: find the modules of each block that can work on rows of the sequence.
 
-The shard of one rank runs on the meta device with rows between its regions, as it will, and every operation on rows is
-checked. Where one mixes rows, or shapes do not fit, the innermost module around it computes with full sequences, as
-without sequence parallelism, then the module around that; where that is the block itself, the model is refused.
-Parameters that rows were computed with have their gradients summed.
+The shard of one rank runs on the meta device with rows between its regions, and every operation on rows is checked. If
+an operation mixes rows, or shapes do not fit, the innermost module around it runs on full sequences instead, then the
+next module outward. If only the block is left, the model is refused. Gradients of parameters used with rows are summed.
 """
 
 from __future__ import annotations
@@ -42,39 +41,39 @@ from autopar.tensor_tracking import tensors_in
 def plan_sequence(
     model: nn.Module, prefix: str, plan: Plan, stages: StagePlan, *, routers: bool = True
 ) -> SequencePlan:
-    """Find the modules of each block that can work on rows of the sequence. The model is only read.
+    """Find the modules of each block that can work on rows of the sequence.
 
     Args:
-        model: The Hugging Face model, not yet sharded.
-        prefix: Its path in the plan's names.
-        routers: Switch for a trial with the outputs of routers, too; False: only if the config asks for them.
+        model: Hugging Face model, not yet sharded; stays unchanged.
+        prefix: Path of the model in the plan's names.
+        routers: Flag for a trial with router outputs; if False, the trial runs only if the model's config asks for it.
 
     Raises:
-        ConfigError: Sequence parallelism does not fit the model; says where, and why.
+        ConfigError: The model does not support sequence parallelism; names the module and the reason.
     """
     with kept():
         return _Search(model, prefix, plan, stages, routers).plan()
 
 
 def sequence(plans: ModelPlans, tp: int, stages: StagePlan, *, experts: int = 1, routers: bool = True) -> SequencePlan:
-    """Return the plan of a model for ``tp`` ranks, made once; ``routers``: see :func:`plan_sequence`."""
+    """Return the cached plan of a model for ``tp`` ranks; ``routers``: see :func:`plan_sequence`."""
     tensors = plans.tensors(tp, experts=experts)
     key = ("sequence", tp, experts, stages.bounds, routers)
     return plans.once(key, lambda: plan_sequence(plans.inner, plans.prefix, tensors, stages, routers=routers))
 
 
 def make(plans: ModelPlans, config: ParallelConfig, stages: StagePlan) -> SequencePlan | None:
-    """Return the plan of a configuration; None without sequence parallelism."""
+    """Return the plan for a configuration; None without sequence parallelism."""
     tp, experts = config.tensor_parallel_size, config.expert_parallel_size
     return sequence(plans, tp, stages, experts=experts) if config.sequence_parallel and tp > 1 else None
 
 
 class _Search(RowSearch):
-    """The search for modules that run over rows, between the regions of one model's shards.
+    """The search for the modules of one model that can run on rows.
 
     Attributes:
-        inputs: Inputs of the :class:`SequencePlan`, as far as they are known.
-        chosen: The plan of the last run.
+        inputs: ``SequencePlan.inputs``, as found so far.
+        chosen: Plan of the last run.
     """
 
     def __init__(self, model: nn.Module, prefix: str, plan: Plan, stages: StagePlan, try_routers: bool) -> None:
@@ -85,11 +84,11 @@ class _Search(RowSearch):
     def refusal(self, reason: str) -> ConfigError:
         return ConfigError(
             f"sequence_parallel does not fit {type(self.model).__name__}: {reason}.\n"
-            "  Leave it out: tensor parallelism alone keeps whole sequences between the regions."
+            "  Set sequence_parallel: false. Tensor parallelism alone supports the model."
         )
 
     def plan(self) -> SequencePlan:
-        """Return the plan, found with a longer sequence than the model takes if it fits with no other."""
+        """Return the plan; if the search fails, repeat it with a sequence longer than the model's maximum."""
         try:
             return self._plan()
         except ConfigError:
@@ -101,19 +100,19 @@ class _Search(RowSearch):
 
     def _plan(self) -> SequencePlan:
         self.inputs: tuple[str, ...] = ()
-        self.routers = False  # whether the model returns the outputs of routers
+        self.routers = False  # whether the copies return router outputs
         self.expected = self._expected()
         layers = ((path, name) for path, layer in tuner_layers(self.model) for name, _ in layer.named_modules())
         wrapped = {f"{path}.{name}": path for path, name in layers if name}
         copies = ((path, saved_copies(module)) for path, module in self.model.named_modules())
         wrapped |= {f"{path}.{name}": path for path, listed in copies for name, _ in listed}
         self.entries, self.wholes = _entries_of(self.plan_inside, self.blocks, wrapped)
-        # Modules that draw one number for a sample: whether to drop its path around a layer.
+        # Stochastic depth draws one number per sample, not per row.
         inside = (path for path in self.kinds if self.block_of(path) not in ("", path))
-        self.make_whole(path for path in inside if vars(self.model.get_submodule(path)).get("drop_prob"))
+        self.run_in_full(path for path in inside if vars(self.model.get_submodule(path)).get("drop_prob"))
         self.settle()
         if set(self.wholes).issuperset(self.blocks):
-            raise self.refusal("none of its blocks ran with rows of a sequence")
+            raise self.refusal("none of its blocks can run on rows of the sequence")
 
         def named(paths: Sequence[str]) -> tuple[str, ...]:
             return tuple(f"{self.start}{path}" for path in paths)
@@ -132,7 +131,7 @@ class _Search(RowSearch):
         while True:
             chosen = SequencePlan(self.lists, tuple(sorted(self.entries)), tuple(sorted(self.wholes)), self.inputs)
             (self.chosen, worked, ran), *_ = [self._run(chosen, rank) for rank in different_ranks(self.plan_inside)]
-            idle = {block for block in self.blocks if block not in worked}  # nothing ran with rows
+            idle = {block for block in self.blocks if block not in worked}  # no operation used rows
             for block in self.blocks:
                 above = {name[:end] for name in ran[block] for end, letter in enumerate(name) if letter == "."}
                 inside = (path for path in self.kinds if path.startswith(f"{block}."))
@@ -141,7 +140,7 @@ class _Search(RowSearch):
             idle = {path for path in outermost(idle) if not any(lies_in(path, k) for k in known)}
             if not idle:
                 break
-            self.make_whole(idle)
+            self.run_in_full(idle)
 
     def otherwise(self, failure: Misfit) -> bool:
         if not failure.inputs or self.inputs:
@@ -150,7 +149,7 @@ class _Search(RowSearch):
         return True
 
     def _routers_are_whole(self, chosen: SequencePlan) -> bool:
-        """Check whether the model can return its routers' logits; ConfigError if it does and routers work on rows."""
+        """Return whether router logits have all rows; if not, raise ConfigError if the model's config asks for them."""
         name = "output_router_logits"
         owners = {id(m.config): m.config for m in self.model.modules() if isinstance(m, PreTrainedModel)}.values()
         asked = any(getattr(config, name, False) for config in owners)
@@ -181,14 +180,14 @@ class _Search(RowSearch):
             with ActivationTracking():
                 return shapes_of(run(plain, (), inputs))
         except Exception as error:
-            reason = f"it does not run without data, so nothing is known of its blocks ({first_line(error)})"
+            reason = f"its forward does not run without data ({first_line(error)})"
             raise self.refusal(reason) from None
 
     def _run(self, chosen: SequencePlan, rank: int) -> tuple[SequencePlan, set[str], dict[str, set[str]]]:
-        """Run the shard of a rank. Raises Misfit.
+        """Run the shard of a rank; raise Misfit if rows do not fit.
 
         Returns:
-            The plan with its notes, the blocks that computed with rows, and the modules that ran in each block.
+            The plan with all fields, the blocks that used rows, and the modules that ran in each block.
         """
         shard = self._copy()
         region = Region(Axis("tp", None, range(self.ranks), rank))
@@ -211,10 +210,10 @@ class _Search(RowSearch):
         try:
             out = self.run(shard, inputs, tracking, stack)
         except Misfit as failure:
-            failure.inputs = tuple(sorted(notes.beside))
+            failure.inputs = tuple(sorted(notes.sequences))
             raise
         if rows.holds_rows(out) or shapes_of(out) != self.expected:
-            raise Misfit("", f"its outputs have shapes {shapes_of(out)}, those of the full model {self.expected}")
+            raise Misfit("", f"expected outputs of shapes {self.expected}, got {shapes_of(out)}")
         named = {block: self._parameters(block, tracking, notes.ran) for block in tracking.on_rows}
         seen, given = tuple(sorted(notes.seen)), tuple(sorted(notes.given))
         return replace(chosen, parameters=named, seen=seen, given=given), tracking.worked, notes.ran
@@ -223,13 +222,13 @@ class _Search(RowSearch):
         names = tracking.on_rows[block]
         for name in sorted(names):
             owner = name.rpartition(".")[0]
-            if name in tracking.on_whole:
-                raise Misfit(owner, f"{name.rpartition('.')[2]} works on rows and on whole sequences")
+            if name in tracking.on_full:
+                raise Misfit(owner, f"{name.rpartition('.')[2]} works both on rows and on full sequences")
             if owner not in ran[block]:
-                raise Misfit("", f"rows of {self.start}{block} meet what was made of {self.start}{name} outside")
+                raise Misfit("", f"rows of {self.start}{block} use a result of {self.start}{name} from outside")
         found = set(names)
         for path, module in self.model.named_modules():
-            copies = {f"{path}.{inside}.": copied for inside, copied in saved_copies(module)}  # may run in its place
+            copies = {f"{path}.{inside}.": copied for inside, copied in saved_copies(module)}  # may run instead
             own = {name.removeprefix(start) for start in copies for name in names if name.startswith(start)}
             found |= {start + name for start, copied in copies.items() for name, _ in copied.named_parameters()
                       if name in own}  # fmt: skip
@@ -239,10 +238,10 @@ class _Search(RowSearch):
 def _entries_of(
     plan: Plan, blocks: Sequence[str], wrapped: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the modules at which rows are gathered: those that a region begins in, and those that mix rows.
+    """Return the modules that gather rows: modules where a region begins, and modules that mix rows.
 
-    A column-parallel layer begins a region in the module that holds it, whose code reads the length of the sequence;
-    where that is the block itself, in the layer. ``wrapped`` leads from a layer to PEFT's wrapper around it.
+    A region begins in the parent of a column-parallel layer, whose code reads the sequence length. If this parent is
+    the block, the region begins in the layer. ``wrapped`` maps the path of a layer to PEFT's wrapper around it.
     """
     entries, wholes = set[str](), set[str]()
     for block in blocks:
@@ -259,40 +258,40 @@ def _entries_of(
     return outermost(entries, wholes), outermost(wholes)
 
 
-_WHOLE = {"region", "embedding", "gathered", *registry.RULES}  # of rules of other features nothing is known
+_WHOLE = {"region", "embedding", "gathered", *registry.RULES}  # rules of other features may mix rows
 
 
 _ROWS = Kind("rows")
 
 
 class SequenceTracking(ActivationTracking):
-    """A dispatch mode that follows rows, and gives each tensor its kind: those with this rank's rows a separate one.
+    """A dispatch mode that follows rows and gives each tensor a kind: rows, replicated or sharded.
 
-    A replicated parameter that meets rows has a partial gradient. Rows must not meet a sharded activation, nor a full
-    one with a separate gradient.
+    A replicated parameter that is combined with rows has a partial gradient. An operation must not combine rows with a
+    sharded activation, or with a replicated activation that has a gradient.
 
     Args:
-        stack: Paths of the modules that run.
+        stack: Paths of the running modules.
 
     Attributes:
-        on_rows: Block -> parameters that work on rows in it.
-        on_whole: Parameters that work on full sequences.
-        worked: Blocks that computed with rows.
+        on_rows: Block -> names of parameters that work on rows in it.
+        on_full: Names of parameters that work on full sequences.
+        worked: Blocks that used rows.
     """
 
     def __init__(self, rows: RowTracking, blocks: Sequence[str], stack: list[str]) -> None:
         def mixed() -> None:
-            raise MixedRows("a replicated activation meets sharded ones")
+            raise MixedRows("combines a replicated activation with sharded activations")
 
         super().__init__(mixed)
         self.rows, self.stack = rows, stack
         self.on_rows: dict[str, set[str]] = {block: set() for block in blocks}
-        self.on_whole: set[str] = set()
+        self.on_full: set[str] = set()
         self.worked: set[str] = set()
 
     @property
     def block(self) -> str:
-        """The block that runs; empty outside of blocks."""
+        """The path of the running block; empty outside blocks."""
         return next((path for path in self.stack if path in self.on_rows), "")
 
     def mark_rows(self, value: Any) -> Any:
@@ -300,7 +299,7 @@ class SequenceTracking(ActivationTracking):
         return self.mark(self.rows.mark_rows(value), _ROWS)
 
     def mark_replicated(self, value: Any) -> Any:
-        """Mark every tensor in ``value`` that holds no rows as replicated; returns ``value``."""
+        """Mark every tensor in ``value`` without rows as replicated; returns ``value``."""
         super().mark_replicated([tensor for tensor in tensors_in(value) if not self.rows.holds_rows(tensor)])
         return value
 
@@ -311,7 +310,7 @@ class SequenceTracking(ActivationTracking):
         return super().mark_sharded(value)
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` as another tensor, marked as sharded."""
+        """Return an alias of ``x``, marked as sharded."""
         if self.rows.holds_rows(x):
             raise MixedRows("rows enter a sharded region")
         return super().alias(x)
@@ -326,35 +325,35 @@ class SequenceTracking(ActivationTracking):
         parameters = {name for kind in kinds for name in kind.parameters}
         if "rows" not in names:
             if names & {"replicated", "sharded"}:
-                self.on_whole |= parameters
+                self.on_full |= parameters
             return super()._combine(kinds)
         if "sharded" in names:
-            raise MixedRows("rows meet what a sharded region has made")
+            raise MixedRows("combines rows with a sharded activation")
         if "replicated" in names:
-            raise MixedRows("rows meet a whole activation that has a gradient")
+            raise MixedRows("combines rows with a full activation that requires a gradient")
         inside = sorted(name[1:] for name in parameters if name.startswith("+"))
         if inside:
-            raise MixedRows(f"rows meet {inside[0]}, which works inside a sharded region")
+            raise MixedRows(f"combines rows with {inside[0]}, which works inside a sharded region")
         if self.block:
             self.worked.add(self.block)
             self.on_rows[self.block] |= parameters
         elif parameters:
-            raise MixedRows(f"rows meet {min(parameters)} outside of blocks")
+            raise MixedRows(f"combines rows with {min(parameters)} outside the blocks")
         return _ROWS
 
 
 class ModuleNotes:
-    """Notes on the modules of a shard, and on their arguments, made while it runs over ``length`` positions.
+    """Records of the modules and arguments in a run of a shard over ``length`` positions.
 
     Attributes:
-        ran: Block -> paths of the modules that run in it.
-        seen, given: Names of arguments that hold tensors, of the models around the blocks and of the blocks.
-        beside: Names of arguments of blocks, ``[batch, seq, features]``, in addition to hidden states.
+        ran: Block -> paths of the modules that ran in it.
+        seen, given: Names of tensor arguments: of the models around the blocks, and of the blocks.
+        sequences: Names of block arguments ``[batch, seq, features]`` other than the hidden states.
     """
 
     def __init__(self, shard: nn.Module, tracking: SequenceTracking, length: int) -> None:
         self.ran: dict[str, set[str]] = {block: set() for block in tracking.on_rows}
-        self.seen, self.given, self.beside = set[str](), set[str](), set[str]()
+        self.seen, self.given, self.sequences = set[str](), set[str](), set[str]()
         self._tracking, self._length = tracking, length
         blocks = {id(shard.get_submodule(path)) for path in self.ran}
         for path, module in shard.named_modules():
@@ -373,24 +372,24 @@ class ModuleNotes:
         self.seen |= held if isinstance(module, PreTrainedModel) else set()
         if is_block:
             self.given |= held
-            self.beside |= {name for name, value in given[1:] if isinstance(value, torch.Tensor)
+            self.sequences |= {name for name, value in given[1:] if isinstance(value, torch.Tensor)
                             and value.ndim == 3 and value.shape[1] == self._length}  # fmt: skip
 
 
 class SampleRows(RowsOfList):
-    """Rows of a sequence of one length, independent of that of the model's sample (the patches of an image)."""
+    """Rows of a sequence with a fixed length, whatever length the sample has (such as the patches of an image)."""
 
     def __init__(self, batch: int, length: int, state: SequenceState, plan: SequencePlan) -> None:
         super().__init__(state, plan)
         self.batch, self.length = batch, length
-        self.whole: list[int] = []
+        self.shape: list[int] = []
 
     def note_length(self, x: torch.Tensor) -> torch.Tensor:
-        """Note the length of the sample."""
+        """Record the shape of the sample."""
         natural = x.ndim > 2 and x.shape[1] == self.length
         if x.shape[0] % self.batch or not (natural or x.ndim == 3):
-            raise MixedRows(f"hidden states have the shape {list(x.shape)}, not that of [batch, seq, hidden]")
-        self.whole = list(x.shape)
+            raise MixedRows(f"expected hidden states [batch, seq, hidden], got shape {list(x.shape)}")
+        self.shape = list(x.shape)
         self.rows = rows_layout(self.length, self.region.axis.size)
         return x
 
@@ -399,10 +398,10 @@ class SampleRows(RowsOfList):
         return super().enter(self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:])))
 
     def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
-        """Return full hidden states, as long as they were."""
+        """Return full hidden states with the original length."""
         y = super().leave(x, rows)
-        return self.region.mark_replicated(y.new_empty(*self.whole[:2], *y.shape[2:]))
+        return self.region.mark_replicated(y.new_empty(*self.shape[:2], *y.shape[2:]))
 
-    def has_others(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def has_new_arguments(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return False: a dry run knows all arguments."""
         return False

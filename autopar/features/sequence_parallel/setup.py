@@ -1,8 +1,8 @@
-"""The step of ``initialize``: where rows of the sequence begin and end, around blocks and inside of them.
+"""The step of ``initialize`` that shards and gathers rows of the sequence, at and inside blocks.
 
-Hidden states enter the first block as rows of the sequence and leave the last in full. Masks, positions and rotary
-angles stay full: regions see full sequences. A later pipeline stage runs the boundary of the first block too, whose
-output is the rows that the stage received.
+Hidden states enter the first block as rows of the sequence and leave the last block in full. Masks, positions and
+rotary angles stay full, because regions see full sequences. A later pipeline stage also runs the boundary of the first
+block, which then returns the rows that the stage received.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from autopar.tensor_parallel.regions import Region
 
 
 def run_on_rows_between_regions(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """After stages: the first and the last block of the rank cut and join rows."""
+    """Swap the classes of blocks after stages are cut: a rank's first block shards rows, its last gathers them."""
     plan = state.features.get("sequence_parallel")
     if plan is not None:
         apply(model, plan, SequenceState(state.region, one_stage=state.mpu.pp.size == 1))
@@ -49,17 +49,17 @@ def run_on_rows_between_regions(model: nn.Module, state: Parallelized, given: Gi
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """The parts of each block that see rows of the sequence (Korthikanti et al. 2022).
+    """The modules and parameters of each block that see rows of the sequence (Korthikanti et al. 2022).
 
     Attributes:
-        lists: Paths of the blocks, in forward order; of an encoder-decoder model two lists.
-        entries: Paths of modules whose input is gathered; their region's output is summed into rows.
+        lists: Paths of the blocks, in forward order; two lists for an encoder-decoder model.
+        entries: Paths of modules that gather their input; the output of their region is summed into rows.
         wholes: Paths of modules that compute with full sequences, from input to output.
-        inputs: Names of other arguments of blocks, ``[batch, seq, ...]``, of which each rank's rows are taken.
-        seen: Names of arguments of the models around the blocks in the dry run: with other ones their code may read
-            hidden states between the blocks, which are full there then.
-        given: Names of arguments of blocks in the dry run; with other ones a block computes with full sequences.
-        routers_whole: Flag of outputs of routers, for a loss that balances experts, that belong to full sequences.
+        inputs: Names of further block arguments, ``[batch, seq, ...]``, that are sharded by rows.
+        seen: Names of arguments of the models around the blocks in the dry run. With further arguments, hidden states
+            are full between the blocks, because the model's code may read them there.
+        given: Names of block arguments in the dry run; with further arguments a block computes with full sequences.
+        routers_whole: Whether router outputs, for a load-balancing loss, have all rows.
         parameters: Block -> names of replicated parameters that work on rows.
     """
 
@@ -77,7 +77,7 @@ class SequencePlan:
         return asdict(self)
 
 
-# Arguments that say nothing about what rows are computed with.
+# Arguments that do not change how a block uses rows.
 _OF_BLOCKS = frozenset(
     (
         *("attention_mask", "position_ids", "cache_position", *CACHES),
@@ -91,7 +91,7 @@ _OF_MODELS = _OF_BLOCKS | {
 
 
 def _unknown(known: frozenset[str], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of a module with unknown names, except its first argument."""
+    """Return the arguments of a module whose names are not in ``known``, except its first argument."""
     given, first = given_by_name(module, args, kwargs), argument_names(module)[0]
     return tree_leaves([value for name, value in given if name not in known and name != first])
 
@@ -100,11 +100,11 @@ class SequenceState:
     """Sequence parallelism of one model while its forward runs (``Region.sequence``).
 
     Args:
-        one_stage: True if this rank has all blocks, so that the last one must run in each forward.
+        one_stage: Whether this rank has all blocks, so that the last block must run in each forward.
 
     Attributes:
-        rows_are_out: True while a list of blocks has begun with rows, and its last block has not run.
-        made: Rows that the model may collect -> the function that gathers them.
+        rows_are_out: True from the first block on rows until the last block of its list has run.
+        made: Rows that the model may return -> function that gathers them.
     """
 
     def __init__(self, region: Region, *, one_stage: bool = False) -> None:
@@ -118,30 +118,30 @@ class SequenceState:
         return copied
 
     def begin(self) -> None:
-        """Forget what an interrupted forward left behind."""
+        """Reset the state after an interrupted forward."""
         self.rows_are_out = False
         self.made: Any = WeakTensorKeyDictionary()
 
     def gathered(self, output: Any) -> Any:
-        """Return the output of a model with its hidden states gathered; a collective of the axis if it holds rows."""
+        """Return the output of a model with full hidden states; a collective of the axis if it holds rows."""
         return tree_map_only(torch.Tensor, lambda x: self.made[x](x) if x in self.made else x, output)
 
     def after_forward(self, model: nn.Module, output: Any) -> Any:
-        """Return the output of a model in full. Raises ConfigError if its last block did not run."""
+        """Return the output of a model with full hidden states; raise ConfigError if its last block did not run."""
         output = self.gathered(output) if len(self.made) else output
         if self.rows_are_out and self.one_stage:
             raise ConfigError(
-                f"sequence_parallel: the last block of {type(model).__name__} did not run in this forward, so what its "
-                "blocks made are rows of the sequence.\n  Leave no last block out, or leave out sequence_parallel."
+                f"sequence_parallel: the last block of {type(model).__name__} did not run in this forward, so the "
+                "hidden states are not gathered\n  Do not skip the last block, or set sequence_parallel: false."
             )
         return output
 
     @contextlib.contextmanager
     def on_rows(self, layout: Layout, places: Sequence[tuple[nn.Module, str]], training: bool) -> Iterator[None]:
-        """Compute with rows of the sequence between regions: each rank has its own, and draws by itself.
+        """Compute with rows of the sequence between regions; each rank has different rows and random draws.
 
         Args:
-            places: Modules and names of the parameters that work on rows. Inside, other tensors are in their places.
+            places: Modules and names of parameters that work on rows; temporarily replaced by :func:`summed_over_rows`.
         """
         region, held = self.region, [own_parameters(module)[name] for module, name in places]
         region.rows = Rows(region.axis, layout, training)
@@ -156,8 +156,8 @@ class SequenceState:
             region.release()
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Compute with full sequences inside :meth:`on_rows`, as without it."""
+    def full_sequences(self) -> Iterator[None]:
+        """Compute with full sequences inside :meth:`on_rows`."""
         region, rows = self.region, self.region.rows
         region.rows = None
         try:
@@ -167,11 +167,11 @@ class SequenceState:
             region.rows = rows
             region.release()
 
-    def enter_whole(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather the sequence, ``[batch, seq/tp, hidden] -> [batch, seq, hidden]``, for a region and code before it.
+    def enter_full(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gather ``[batch, seq/tp, hidden] -> [batch, seq, hidden]`` for a region and the code before it.
 
-        The gradient of the copy by :meth:`Region.enter` is reduce-scattered; of any other gradient, which is full, own
-        rows are kept.
+        The backward reduce-scatters the gradient of the copy by :meth:`Region.enter`. Any other gradient is full
+        already, so the backward keeps this rank's rows of it.
         """
         region = self.region
         x = gather_rows(rows, region.axis, region.rows.layout)
@@ -189,28 +189,29 @@ def _put(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[Any]) -> Non
 
 
 class RowsOfList:
-    """The rows in which a list of blocks computes now; None: full sequences.
+    """The rows of one list of blocks in the current forward.
 
     Attributes:
-        between: True if hidden states are full between the blocks.
-        stays_whole: True if sequences are not sharded: the model returns outputs of routers that work on rows.
+        rows: Layout of the rows; None for full sequences.
+        between: Whether hidden states are full between the blocks.
+        stays_full: Whether this forward uses full sequences, because it returns outputs of routers that work on rows.
     """
 
     def __init__(self, state: SequenceState, plan: SequencePlan) -> None:
         self.state, self.region, self.inputs = state, state.region, plan.inputs
         self.known = _OF_BLOCKS | set(plan.given)
         self.rows: Layout | None = None
-        self.between = self.stays_whole = False
+        self.between = self.stays_full = False
         self.routers_whole = plan.routers_whole
 
     def note_length(self, x: torch.Tensor) -> torch.Tensor:
-        """Note the length of a sequence, ``[batch, seq, hidden]``; returns it."""
-        self.rows = None if self.stays_whole else rows_layout(x.shape[1], self.region.axis.size)
+        """Record the length of ``x``, ``[batch, seq, hidden]``; returns ``x``."""
+        self.rows = None if self.stays_full else rows_layout(x.shape[1], self.region.axis.size)
         self.state.rows_are_out = self.rows is not None
         return x
 
-    def has_others(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a block gets tensors that the dry run did not give it."""
+    def has_new_arguments(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a block gets tensor arguments that it did not get in the dry run."""
         return any(isinstance(value, torch.Tensor) for value in _unknown(self.known, block, args, kwargs))
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,28 +220,28 @@ class RowsOfList:
         return self.made(self.region.mark_rows(own_rows(x, self.region.axis, self.rows)))
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of ``[batch, seq, ...]``, a tensor other than hidden states."""
+        """Return this rank's rows of a further argument, ``[batch, seq, ...]``."""
         assert self.rows is not None
         return self.region.mark_rows(take_rows(x, self.region.axis, self.rows))
 
     def made(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, rows that the model may collect."""
+        """Return ``x`` and record how to gather it, because the model may return it."""
         assert self.rows is not None
         self.state.made[x] = functools.partial(self.leave, rows=self.rows)
         return x
 
     def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
-        """Return the full sequence of which ``x``, ``[batch, seq/tp, hidden]``, is rows."""
+        """Gather rows ``[batch, seq/tp, hidden]`` into the full sequence."""
         rows = rows or self.rows
         assert rows is not None
         return self.region.mark_replicated(gather_rows(x, self.region.axis, rows))
 
 
 class Arguments(Hook):
-    """Forward pre-hook of the model around a list of blocks: whether its code may read hidden states between them.
+    """Forward pre-hook of the model around a list of blocks; decides whether hidden states are full between blocks.
 
-    It may with an argument that was not ``seen`` in the dry run: images, whose features some models add between the
-    first blocks.
+    They are full if the model gets an argument not ``seen`` in the dry run. Some models add image features to the
+    hidden states between their first blocks.
     """
 
     def __init__(self, of: RowsOfList, seen: Iterable[str]) -> None:
@@ -252,51 +253,51 @@ class Arguments(Hook):
         of.rows = None  # until the first block
         of.between = any(isinstance(x, torch.Tensor) or (type(x) is int and x != 0) for x in others)
         name = "output_router_logits"
-        of.stays_whole = not of.routers_whole and bool(kwargs.get(name, getattr(model.config, name, False)))
+        of.stays_full = not of.routers_whole and bool(kwargs.get(name, getattr(model.config, name, False)))
 
 
 class RowsBlock:
-    """Class before that of a block."""
+    """Class mixed into a block; comes first in the MRO."""
 
     rows_list: RowsOfList
-    rows_ends: tuple[bool, bool]  # whether it is the first block of its list, and the last
+    rows_ends: tuple[bool, bool]  # whether it is the first and the last block of its list
     rows_parameters: tuple[tuple[nn.Module, str], ...]  # modules and names of parameters that work on rows
-    rows_hooked = False  # whether hooks inside see full sequences, and their gradients
+    rows_hooked = False  # whether the block contains user hooks, which need full sequences
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of, (first, last) = self.rows_list, self.rows_ends
-        comes_whole = first or (of.between and of.rows is not None)
-        leaves_whole = last or of.between
-        if comes_whole:
+        enters_full = first or (of.between and of.rows is not None)
+        leaves_full = last or of.between
+        if enters_full:
             change_first(self, args, kwargs, of.note_length)
         if of.rows is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        # The dry run has not seen what the block does with other tensors, nor do hooks get gradients of own rows.
-        if self.rows_hooked or of.has_others(self, args, kwargs):
-            if not comes_whole:
+        # The dry run did not see these arguments; and hooks must get gradients of full sequences.
+        if self.rows_hooked or of.has_new_arguments(self, args, kwargs):
+            if not enters_full:
                 args, kwargs = change_first(self, args, kwargs, of.leave)
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-            of.state.rows_are_out &= not leaves_whole
-            return output if leaves_whole else change_output(output, of.enter)
-        if comes_whole:
+            of.state.rows_are_out &= not leaves_full
+            return output if leaves_full else change_output(output, of.enter)
+        if enters_full:
             args, kwargs = change_first(self, args, kwargs, of.enter)
         if of.inputs:
             taken = lambda name, x: of.take(x) if name in of.inputs and isinstance(x, torch.Tensor) else x  # noqa: E731
             args, kwargs = change_given(self, args, kwargs, taken)
         output = super().__call__(*args, **kwargs, autopar_rows=of.rows)  # type: ignore[misc]
         output = change_output(output, of.made)
-        of.state.rows_are_out &= not leaves_whole
-        return change_output(output, of.leave) if leaves_whole else output
+        of.state.rows_are_out &= not leaves_full
+        return change_output(output, of.leave) if leaves_full else output
 
     @property
     def full_length(self) -> int | None:
-        """Return the length of the sequences of which hidden states are shards; None: they are full."""
+        """The length of the full sequence; None if hidden states are full already."""
         rows = self.rows_list.rows
         return None if rows is None else rows.size
 
     def forward(self, *args: Any, autopar_rows: Layout | None = None, **kwargs: Any) -> Any:
-        """Compute with rows; activation checkpointing calls it a second time, without the boundary."""
+        """Compute with rows; activation checkpointing calls this again in the backward, without ``__call__``."""
         if autopar_rows is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         training: bool = self.training  # type: ignore[attr-defined]
@@ -304,10 +305,10 @@ class RowsBlock:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-class Entry:
-    """Class before that of a module with a region: its first argument is the full sequence, its rows leave it.
+class GatheredInput:
+    """Class mixed into a module with a region: gathers the first argument, and the region's output is rows.
 
-    The row-parallel layer of the region sums its output into rows, here or in a later module.
+    The row-parallel layer of the region, here or in a later module, sums its output into rows.
     """
 
     rows_state: SequenceState
@@ -316,14 +317,14 @@ class Entry:
         region = self.rows_state.region
         if region.rows is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = change_first(self, args, kwargs, self.rows_state.enter_whole)
+        args, kwargs = change_first(self, args, kwargs, self.rows_state.enter_full)
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         region.leave()
         return output
 
 
-class Whole:
-    """Class before that of a module that mixes rows: its first argument is gathered, its first output becomes rows."""
+class FullSequence:
+    """Class mixed into a module that mixes rows: gathers its first argument, and shards its first output into rows."""
 
     rows_state: SequenceState
 
@@ -337,7 +338,7 @@ class Whole:
             return region.mark_replicated(gather_rows(x, region.axis, rows))
 
         args, kwargs = change_first(self, args, kwargs, gathered)
-        with self.rows_state.whole():
+        with self.rows_state.full_sequences():
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         return change_output(output, lambda y: region.mark_rows(own_rows(y, region.axis, rows)))
 
@@ -345,7 +346,7 @@ class Whole:
 def change_first(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of a forward with its first one, the hidden states, changed, by position or by name."""
+    """Return the arguments of a forward with ``change`` applied to the hidden states, its first argument."""
     given = dict(given_by_name(module, args, kwargs))
     first = given.get(argument_names(module)[0])
     first = next(x for x in given.values() if isinstance(x, torch.Tensor)) if first is None else first
@@ -354,21 +355,21 @@ def change_first(
 
 
 def change_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the output of a module with its first tensor, the hidden states, changed."""
+    """Return the output of a module with ``change`` applied to the hidden states, its first tensor."""
     if isinstance(output, torch.Tensor):
         return change(output)
     if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
         changed = change(output[0])
         return output if changed is output[0] else type(output)([changed, *output[1:]])
-    raise TypeError(f"a {type(output).__name__} is returned, where hidden states or a tuple of them is expected")
+    raise TypeError(f"expected hidden states or a tuple that starts with them, got {type(output).__name__}")
 
 
 def apply(
     model: nn.Module, plan: SequencePlan, state: SequenceState, kind: Callable[..., RowsOfList] = RowsOfList
 ) -> None:
-    """Swap the classes of blocks and of modules inside them, in place; parameters stay where they are.
+    """Swap the classes of blocks and of modules inside them in place; parameters are not moved.
 
-    The last of all swaps: the boundaries of blocks come before those of pipeline stages.
+    This must be the last swap, so that the boundary of a block runs before the boundary of a pipeline stage.
     """
     state.region.sequence = state
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
@@ -378,28 +379,28 @@ def apply(
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
     for path in plan.entries:
-        swap(modules[path], Entry, rows_state=state)
+        swap(modules[path], GatheredInput, rows_state=state)
     for path in plan.wholes:
-        swap(modules[path], Whole, rows_state=state)
+        swap(modules[path], FullSequence, rows_state=state)
     for blocks in plan.lists:
         of = kind(state, plan)
-        for path in around(blocks[0]):  # the Hugging Face model next around them
+        for path in around(blocks[0]):  # the innermost Hugging Face model around the blocks
             if isinstance(modules[path], PreTrainedModel):
                 modules[path].register_forward_pre_hook(Arguments(of, plan.seen), with_kwargs=True)
                 break
         for place, path in enumerate(blocks):
             ends = (place == 0, place == len(blocks) - 1)
             names = (name.rpartition(".") for name in plan.parameters.get(path, ()))
-            held = (own_parameters(modules[owner]).get(own) for owner, _, own in names)  # None: on another stage
+            held = (own_parameters(modules[owner]).get(own) for owner, _, own in names)  # None on another stage
             on_rows = tuple(each for parameter in held for each in places.get(id(parameter), ()))
             swap(modules[path], RowsBlock, rows_list=of, rows_ends=ends, rows_parameters=on_rows)
 
 
 def undo(model: nn.Module, plan: SequencePlan) -> None:
-    """Undo :func:`apply`, before earlier swaps are undone; the hooks of the model are removed together."""
+    """Undo :func:`apply`; earlier swaps must be undone later. The model's hooks are removed elsewhere."""
     for path in itertools.chain(*plan.lists):
         unswap(model.get_submodule(path), RowsBlock, "rows_list", "rows_ends", "rows_parameters", "rows_hooked")
     for path in plan.wholes:
-        unswap(model.get_submodule(path), Whole, "rows_state")
+        unswap(model.get_submodule(path), FullSequence, "rows_state")
     for path in plan.entries:
-        unswap(model.get_submodule(path), Entry, "rows_state")
+        unswap(model.get_submodule(path), GatheredInput, "rows_state")

@@ -1,4 +1,4 @@
-"""User code around a sharded model: full tensors in hooks, warnings of reads of shards, full parameters."""
+"""User code around a sharded model: full tensors in hooks, warnings about reads of shards, full parameters."""
 
 from autopar.registry import Feature, Step
 
@@ -6,7 +6,7 @@ _HERE = "autopar.features.user_code"
 
 FEATURE = Feature(
     name="user_code",
-    about="full tensors for user code: in hooks, by full_params and full_tensor; warnings of reads of shards",
+    about="full tensors for user code: in hooks, full_params and full_tensor; warnings about reads of shards",
     names={
         "full_params": f"{_HERE}.full:full_params",
         "local_hooks": f"{_HERE}.hooks:local_hooks",

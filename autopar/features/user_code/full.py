@@ -1,7 +1,7 @@
-"""Full parameters on every rank: :func:`full_params` for a while, :func:`full_tensor` as a differentiable tensor.
+"""Full parameters on every rank: :func:`full_params` inside a ``with`` block, :func:`full_tensor` differentiably.
 
-User code around a model (pruning, editing, drawing anew, averaging, penalties) then sees on each rank the tensors that
-it would see on one process.
+With them, user code (pruning, editing, initializing, averaging, penalties) sees the tensors of the single-process model
+on each rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Numbers = tuple[int, int]
 
 @dataclass
 class _Held:
-    """A parameter that is full for a while, with this rank's shard of it: empty if another stage holds it."""
+    """A parameter inside :func:`full_params`, with its local shard, which is empty if another stage holds it."""
 
     name: str
     parameter: nn.Parameter
@@ -52,37 +52,36 @@ class _Held:
 def full_params(
     model: nn.Module, names: str | Iterable[str] | None = None, *, grads: bool = True
 ) -> Iterator[nn.Module]:
-    """Hold full parameters on every rank inside, those of other stages too; afterwards each rank has its shards again.
+    """Hold full parameters on every rank inside ``with``, also of other stages; afterwards restore the shards.
 
-    The ``Parameter`` objects stay. Every rank does the same to them inside, and changes are kept. With replicas or
-    stages random numbers inside are those of rank 0 on every rank. Every rank calls it, and none runs the model
-    inside::
+    The ``Parameter`` objects stay, and changes are kept. Every rank must enter it, make the same changes, and must not
+    run the model inside. With replicas or stages, all ranks draw the random numbers of rank 0 inside::
 
         with autopar.full_params(model, "model.layers.3.mlp"):
             weight = model.model.layers[3].mlp.up_proj.weight
             weight.data[weight.abs() < weight.abs().quantile(0.3)] = 0
 
     Args:
-        model: The model of ``initialize``, or a wrapper such as ``DistributedDataParallel`` around it.
-        names: Names of parameters, or of modules for all of their parameters; default: all. A rank needs memory for
-            the full parameters in addition to its shards.
-        grads: Flag for full gradients, too; a gradient that some ranks lack is zero there. False hides them.
+        model: Model from ``initialize``, or a wrapper such as ``DistributedDataParallel`` around it.
+        names: Names of parameters, or of modules for all their parameters. Default: all. Each rank needs memory for
+            these full parameters in addition to its shards.
+        grads: True for full gradients too; a rank without a gradient contributes zeros. False hides gradients.
 
     Yields:
-        The model of ``initialize``.
+        The model from ``initialize``.
 
     Raises:
         ConfigError: The model is not parallelized, a name is unknown, ``zero.stage`` is 2 or 3, the model runs inside,
-            or a parameter has another shape or dtype afterwards.
-        ConsistencyError: Ranks have changed a parameter in different ways. All have their earlier shards then.
+            or the shape or dtype of a parameter has changed.
+        ConsistencyError: Ranks changed a parameter in different ways. All ranks then restore their earlier shards.
     """
     root = next((module for module in model.modules() if "_autopar" in vars(module)), None)  # through wrappers
     if root is None:
-        raise ConfigError(f"full_params: {type(model).__name__} is not parallelized; autopar.initialize does that")
+        raise ConfigError(f"full_params requires a model from autopar.initialize, got {type(model).__name__}")
     model, state = root, vars(root)["_autopar"]
     if state.config.fully_sharded:
         stage = state.config.zero_stage
-        raise ConfigError(f"full_params: with zero.stage {stage} torch's FSDP holds the weights: use module.unshard()")
+        raise ConfigError(f"full_params is not supported with zero.stage {stage} (FSDP2)\n  Use module.unshard().")
     chosen = _chosen(state, names)
     mpu, generators = state.mpu, Generators.now()
     alone = mpu.world_size == mpu.shards.size
@@ -108,22 +107,22 @@ def full_params(
 
 
 def full_tensor(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the full parameter, differentiable: for penalties and anything else that looks at all of it.
+    """Return the full parameter as a differentiable tensor, for penalties and other code that needs all elements.
 
-    The result is identical on all tensor-parallel ranks; the gradient of a rank's shard is its slice of the gradient.
-    A tensor that no rank shards, or a parameter of a plain model, is returned as it is. With ``zero.stage`` 2 and 3
-    rows of other replicas are joined, too, and the gradient of the shard is the mean over the replicas. A collective of
-    the tensor-parallel ranks, there of all replicas'::
+    The result is identical on all tensor-parallel ranks, and the local shard gets its slice of the gradient. A
+    replicated tensor or a parameter of a plain model is returned unchanged. With ``zero.stage`` 2 and 3 the rows of
+    other replicas are gathered too, and the gradient of the shard is the mean over replicas. A collective of the
+    tensor-parallel ranks; with ``zero.stage`` 2 and 3 of the ranks of all replicas::
 
         loss = model(**batch).loss + 0.1 * (autopar.full_tensor(model.lm_head.weight) - start).norm()
 
     Args:
-        tensor: A parameter of a parallelized model, or its gradient.
-        of: The parameter, if ``tensor`` is another tensor of its shape (a gradient of ``torch.autograd.grad``, a state
-            of the optimizer).
+        tensor: Parameter of a parallelized model, or its gradient.
+        of: Parameter to which ``tensor`` belongs, if ``tensor`` is a result of ``torch.autograd.grad`` or an optimizer
+            state.
 
     Raises:
-        ConfigError: It belongs to no parallelized model on this rank, or does not have the shape of the shard.
+        ConfigError: The tensor belongs to no parallelized model on this rank, or lacks the shape of the shard.
     """
     asked = tensor if of is None else of
     for model in listeners(ReplicaNorm):
@@ -132,13 +131,13 @@ def full_tensor(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.T
             continue
         due = model.plan.tensors[model.plan.canonical(name)]
         if due.quantized:
-            raise ConfigError(f"full_tensor: {name} is quantized ({due.quantized}): its layer holds bytes of it")
+            raise ConfigError(f"full_tensor is not supported with quantized weights, got {name} ({due.quantized})")
         axis, layout = _sharding(due, model.plan, model.mpu)
         ranks = sorted({*axis.ranks, *model.mpu.fsdp.ranks}) if isinstance(tensor, DTensor) else axis.ranks
         if layout is not None and tuple(tensor.shape) != due.local_shape(axis.rank):
             raise ConfigError(
-                f"full_tensor: {list(tensor.shape)} is not the shape of this rank's shard of {name}, "
-                f"{list(due.local_shape(axis.rank))}"
+                f"full_tensor expected the local shard of {name} with shape {list(due.local_shape(axis.rank))}, got "
+                f"{list(tensor.shape)}"
             )
         with model.failures.wait(f"autopar.full_tensor({name})", ranks):
             rows = _rows_of_replicas(tensor)
@@ -156,15 +155,15 @@ def full_tensor(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.T
     parallel = any(model.mpu.shards.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm))
     if parallel and not of_plain_model:
         raise ConfigError(
-            f"full_tensor: a tensor of shape {list(tensor.shape)} is not a parameter of a parallelized model on this "
-            "rank, nor its gradient.\n  Only the ranks of its stage can gather a parameter; for any other tensor name "
-            "the parameter whose shape it has: full_tensor(tensor, of=parameter)."
+            "full_tensor expected a parameter of a parallelized model on this rank, or its gradient, got a tensor of "
+            f"shape {list(tensor.shape)}\n  Call it on the ranks of the parameter's stage. For another tensor pass its "
+            "parameter: full_tensor(tensor, of=parameter)."
         )
     return tensor
 
 
 def _rows_of_replicas(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the rows that ZeRO 2 and 3 keep on other replicas; its gradient is their mean."""
+    """Gather the rows that ZeRO 2 and 3 keep on other replicas; the gradient is a mean over replicas."""
     if not isinstance(tensor, DTensor):
         return tensor
     replicas = tensor.device_mesh.size()
@@ -175,15 +174,15 @@ def _rows_of_replicas(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sharding(due: TensorPlan, plan: Plan, mpu: MPU) -> tuple[Axis, Layout | None]:
-    """Return the axis over which a tensor is sharded, and its layout there."""
+    """Return the axis over which a tensor is sharded, and its layout on this axis."""
     axis = mpu.shards if due.name in plan.experts else mpu.tp
     return axis, None if due.layout is None else due.layout.of_first(axis.size)
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
     raise ConfigError(
-        f"{type(module).__name__} runs inside autopar.full_params, where its layers hold full weights and would "
-        "compute with them as with shards.\n  Leave the with statement first."
+        f"{type(module).__name__} must not run inside autopar.full_params, where its layers hold full weights\n"
+        "  Leave the with block first."
     )
 
 
@@ -198,23 +197,21 @@ def _chosen(state: Parallelized, names: str | Iterable[str] | None) -> list[str]
         found = {own for name, own in every.items() if not asked or name == asked or name.startswith(f"{asked}.")}
         form = state.plan.quantized().get(asked)
         if form is not None:
-            raise ConfigError(
-                f"full_params: {asked} is quantized ({form}): its layer holds bytes of it, and stays as it is"
-            )
+            raise ConfigError(f"full_params is not supported with quantized weights, got {asked} ({form})")
         if not found:
             parents = {name.rsplit(".", n)[0] for name in every for n in range(1, name.count(".") + 1)}
             known = [*sorted(parents), *every]
-            raise ConfigError(f"full_params: no parameter or module is called '{asked}'.{nearest(asked, known)}")
+            raise ConfigError(f"full_params: there is no parameter or module '{asked}'.{nearest(asked, known)}")
         wanted |= found
     return [name for name in plain if name in wanted]
 
 
-# -- in and out --------------------------------------------------------------------------------------------------------
+# -- gather and restore ------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads: bool) -> list[_Held]:
-    elsewhere: dict[str, torch.dtype] = {}  # of parameters of other stages, which are put back into their modules
+    elsewhere: dict[str, torch.dtype] = {}  # dtypes of parameters of other stages, which return to their modules
     if state.pp is not None:
         put_back(model, state.pp.released)
         placeholders = state.pp.released.placeholders
@@ -223,7 +220,7 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
     for name, parameter in model.named_parameters():
         first = own.setdefault(state.plan.canonical(name), parameter)
         if first is not parameter and state.mpu.pp.size == 1:
-            raise ConfigError(f"full_params: {name} was tied to another parameter when the model was parallelized")
+            raise ConfigError(f"full_params: {name} must still be tied, as it was when the model was parallelized")
     kept, mpu = [name for name in chosen if name in own], state.mpu
     flags = torch.tensor([own[name].grad is not None for name in kept], dtype=torch.int32, device=mpu.device)
     if mpu.shards_pp.size > 1 and kept:
@@ -246,7 +243,7 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
 
 
 def _full(shard: torch.Tensor, due: TensorPlan, state: Parallelized, dtype: torch.dtype) -> torch.Tensor:
-    """Return the full tensor of a shard; of another stage from the first one that holds it, in ``dtype``."""
+    """Return the full tensor of a shard; a tensor of another stage comes from the first stage with it, in ``dtype``."""
     pp, holders = state.mpu.pp, state.stages.holders(due.name)
     axis, layout = _sharding(due, state.plan, state.mpu)
     if pp.rank not in holders:
@@ -267,7 +264,7 @@ def _numbers(parameter: nn.Parameter) -> _Numbers:
 
 @torch.no_grad()
 def _compare(state: Parallelized, held: list[_Held], grads: bool) -> None:
-    """Check that all ranks have changed the same in the same way; else raise on all."""
+    """Raise on all ranks unless all of them made the same changes."""
     mpu = state.mpu
     shapes = [one for one in held if one.parameter.shape != state.plan.tensors[one.name].shape]
     weights, gradients = zip(*(_numbers(one.parameter) for one in held), strict=True) if held else ((), ())
@@ -275,21 +272,21 @@ def _compare(state: Parallelized, held: list[_Held], grads: bool) -> None:
     of_gradients = extremes([*gradients], mpu.tp_pp.group) if mpu.tp_pp.size > 1 and grads else ([], [])
     if largest[0]:
         named = ", ".join(f"{one.name} is {list(one.parameter.shape)} now" for one in shapes[:3]) or "on another rank"
-        raise ConfigError(f"full_params: parameters may not change their shape: {named}. Nothing was changed")
+        raise ConfigError(f"full_params: parameters must keep their shape: {named}. Nothing was changed")
     pairs = [*zip(held, largest[1:], least[1:], strict=True)]
     pairs += [*zip(held, *of_gradients, strict=True)] if of_gradients[0] else []
     unlike = list(dict.fromkeys(one.name for one, high, low in pairs if high != low))
     if unlike:
         raise ConsistencyError(
             f"full_params: ranks have changed {unlike[0]} in different ways ({len(unlike)} of {len(held)} parameters). "
-            "Nothing was changed.\n  Each rank does the same inside, with the same numbers: no `if rank == 0`, and "
-            "random ones by torch's default generator or one with the same seed."
+            "Nothing was changed.\n  Make identical changes on all ranks: without `if rank == 0`, and with random "
+            "numbers from torch's default\n  generator, or from a generator with the same seed."
         )
 
 
 @torch.no_grad()
 def _give_back(model: nn.Module, state: Parallelized, held: list[_Held], *, changed: bool) -> None:
-    """Put shards and placeholders back; with ``changed`` shards of the new values. No communication."""
+    """Restore shards and placeholders, with ``changed`` from the new values. No communication."""
     rank = state.mpu.shards.rank
     for one in held:
         parameter, here = one.parameter, state.mpu.pp.rank in state.stages.holders(one.name)

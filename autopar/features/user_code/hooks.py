@@ -1,10 +1,10 @@
-"""User hooks on modules whose activations are sharded: they get full tensors, and may return full ones.
+"""User hooks on modules with sharded activations get full tensors, and may return full tensors.
 
-A hook on a column-parallel layer would see this rank's features. An object takes the hook's place in torch's dict of
-hooks. It gathers what the hook reads, and shards what the hook returns; both are differentiable. Handles still remove
-the hook. The module then continues with a shard of what the hook got, so that the hook may keep that for the backward
-(the input that a forward hook gets is a copy). In sequence parallelism a block with hooks inside computes with full
-sequences. Nothing is gathered where no hook is. All ranks have the same hooks: that is compared when a forward begins.
+A hook on a column-parallel layer would see local features only. So an object replaces the hook in torch's dict of
+hooks. It gathers the hook's arguments and shards its results, both differentiably. Handles still remove the hook. The
+module continues with a shard of the tensor that the hook got, so the hook may keep this tensor for the backward pass;
+only the input of a forward hook is a copy. In sequence parallelism, a block with hooks inside runs on full sequences.
+Without hooks nothing is gathered. A rank check at the start of each forward ensures that all ranks have the same hooks.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def local_hooks(module: nn.Module) -> None:
-    """Let hooks on a module see this rank's shards, not full tensors: those that are registered, and later ones.
+    """Let all hooks on a module, also later ones, see local shards instead of full tensors.
 
     Args:
-        module: A module inside of a parallelized model. Hooks on modules inside of it still see full tensors.
+        module: Module inside a parallelized model. Hooks on modules inside it still see full tensors.
     """
     vars(module)[LOCAL_HOOKS] = True
     for hooks in (hooks_of(module, kind) for kind in HOOKS):
-        hooks.update({key: hook.user_hook for key, hook in hooks.items() if isinstance(hook, _WholeHook)})
+        hooks.update({key: hook.user_hook for key, hook in hooks.items() if isinstance(hook, _FullTensorHook)})
 
 
-class WholeHooks:
-    """The user hooks of one model, which see full tensors; ``dicts``: torch's dicts that may have one, mostly empty."""
+class FullTensorHooks:
+    """The user hooks of one model, which see full tensors; ``dicts``: torch's dicts that may hold a user hook."""
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
         self._known = {id(shards.module): shards._replace(axis=axis) for shards in _shards_of(model)}
         self._places = [(hooks_of(s.module, kind), kind, s) for s in self._known.values() for kind in HOOKS]
-        self._blocks = [  # that compute with sequence shards
+        self._blocks = [  # blocks on sequence shards
             (path, block, [(module, hooks_of(module, kind)) for module in block.modules() for kind in HOOKS])
             for path, block in model.named_modules()
             if hasattr(block, "rows_hooked")
@@ -63,85 +63,85 @@ class WholeHooks:
         self.dicts = [hooks for hooks, _, _ in self._places] + inside + [hooks_of_all(kind)[0] for kind in HOOKS]
 
     def wrap(self) -> dict[str, str]:
-        """Wrap the hooks that are new; return where all of them are, in words that are identical on all ranks."""
+        """Wrap new hooks; return the places of all hooks, described identically on all ranks."""
         places = list[str]()
         for hooks, kind, shards in self._places:
             if hooks and LOCAL_HOOKS not in vars(shards.module):
                 self._wrap(hooks, hooks_with_kwargs(shards.module, kind), kind, {id(shards.module): shards})
-                places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _WholeHook)]
+                places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _FullTensorHook)]
         everywhere = False
         for kind in HOOKS:
             hooks, with_kwargs = hooks_of_all(kind)
             self._wrap(hooks, with_kwargs, kind, self._known)
-            found = [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _WholeHook)]
+            found = [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _FullTensorHook)]
             places, everywhere = places + found, everywhere or bool(found)
         for path, block, inside in self._blocks:
             here = (user_hooks(hooks) for module, hooks in inside if hooks and LOCAL_HOOKS not in vars(module))
             block.rows_hooked = everywhere or any(here)
             places += [f"inside of {path}"] * block.rows_hooked
-        return {"hooks that see whole tensors": ", ".join(places)} if places else {}
+        return {"hooks that see full tensors": ", ".join(places)} if places else {}
 
-    def _wrap(self, hooks: dict[int, Any], with_kwargs: set[int], kind: str, known: Mapping[int, Shards]) -> None:
+    def _wrap(self, hooks: dict[int, Any], with_kwargs: set[int], kind: str, known: Mapping[int, HookedModule]) -> None:
         for key, hook in list(hooks.items()):
-            if isinstance(hook, _WholeHook):
-                hook.known.update(known)  # on all modules, of several models
+            if isinstance(hook, _FullTensorHook):
+                hook.known.update(known)  # a global hook may serve several models
             elif not is_of_library(hook):
-                hooks[key] = _WholeHook(hook, kind, key in with_kwargs, dict(known))
+                hooks[key] = _FullTensorHook(hook, kind, key in with_kwargs, dict(known))
 
     def unwrap(self) -> None:
-        """Put the hooks themselves back in their places; on all modules those that no other model wraps."""
+        """Restore the original hooks; a global hook only if no other model wraps it."""
         for hooks in self.dicts:
             for key, hook in list(hooks.items()):
-                if isinstance(hook, _WholeHook):
+                if isinstance(hook, _FullTensorHook):
                     hook.known = {module: shards for module, shards in hook.known.items() if module not in self._known}
                     if not hook.known:
                         hooks[key] = hook.user_hook
 
 
-class _WholeHook:
-    """An object in the place of a user hook, on one module or on all."""
+class _FullTensorHook:
+    """The replacement of a user hook, on one module or on all modules."""
 
-    def __init__(self, hook: Callable[..., Any], kind: str, with_kwargs: bool, known: dict[int, Shards]) -> None:
+    def __init__(self, hook: Callable[..., Any], kind: str, with_kwargs: bool, known: dict[int, HookedModule]) -> None:
         self.user_hook, self.kind, self.with_kwargs, self.known = hook, kind, with_kwargs, known
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.user_hook, memo)  # a copied model finds its hooks anew
+        return copy.deepcopy(self.user_hook, memo)  # a copied model wraps its hooks again
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
-        """Call the hook as torch would on one process."""
+        """Call the hook as torch would for the single-process model."""
         shards = self.known.get(id(module))
-        failed = self.kind == "forward" and values[-1] is None  # called in spite of an error, maybe on one rank
+        failed = self.kind == "forward" and values[-1] is None  # torch calls it after an error, maybe on one rank
         if shards is None or failed or LOCAL_HOOKS in vars(module):
             return self.user_hook(module, *values)
         backward = self.kind.startswith("backward")
-        given, made = SeenShards(shards.given, shards), SeenShards(shards.made, shards)
+        given, made = GatheredTensors(shards.given, shards), GatheredTensors(shards.made, shards)
         if self.kind == "forward":
             *inputs, output = values
-            seen = made.whole(output)
-            result = self.user_hook(module, *given.whole(inputs), seen)
+            seen = made.full(output)
+            result = self.user_hook(module, *given.full(inputs), seen)
             if given.is_written():
                 raise ConfigError(
-                    f"the hook {described(self.user_hook)} on {shards.path} writes into what its module was given, of "
-                    "which it has a copy: the module's input is in parts.\n  Change it in a forward pre-hook, return "
-                    "what is changed, or use autopar.local_hooks(module)."
+                    f"the hook {described(self.user_hook)} on {shards.path} must not change its module's sharded input "
+                    "in place: it gets a copy\n  Change the input in a forward pre-hook, return a changed output, or "
+                    "use autopar.local_hooks(module)."
                 )
             return made.cut(seen if result is None and (made.is_written() or made.is_kept()) else result)
         if self.kind == "backward":
             into, out = values
-            seen = given.whole(into, gradient=True)
-            result = self.user_hook(module, seen, made.whole(out, gradient=True))
+            seen = given.full(into, gradient=True)
+            result = self.user_hook(module, seen, made.full(out, gradient=True))
             return given.cut(seen if result is None and given.is_written() else result, gradient=True)
         front = made if backward else given
-        entered = front.whole(list(values), gradient=backward)
+        entered = front.full(list(values), gradient=backward)
         result = self.user_hook(module, *entered)
         if result is None and (front.is_written() or front.is_kept()):
             result = tuple(entered) if self.with_kwargs else entered[0]
         return front.cut(result, gradient=backward)
 
 
-def _shards_of(model: nn.Module) -> Iterator[Shards]:
+def _shards_of(model: nn.Module) -> Iterator[HookedModule]:
     """Yield sharded layers, and the activations and norms next to them."""
-    found: dict[int, Shards] = {}
+    found: dict[int, HookedModule] = {}
     for path, module in model.named_modules():
         plan: ModulePlan | None = vars(module).get("autopar")
         layout = None if plan is None else plan.layout
@@ -152,51 +152,51 @@ def _shards_of(model: nn.Module) -> Iterator[Shards]:
         if own_parameters(module).get("weight") is None:
             continue
         if plan.rule == "row":
-            found[id(module)] = Shards(path, module, None if plan.split_input else layout)
+            found[id(module)] = HookedModule(path, module, None if plan.split_input else layout)
             continue
-        found[id(module)] = Shards(path, module, made=layout)
+        found[id(module)] = HookedModule(path, module, made=layout)
         above, _, own = path.rpartition(".")
-        for name, beside in model.get_submodule(above).named_children():
-            norm = "norm" in name and name[0] == own[0] and "autopar" in vars(beside)  # q_norm beside q_proj
-            if norm or type(beside).__module__ in _ACTIVATIONS:
-                found.setdefault(id(beside), Shards(f"{above}.{name}".strip("."), beside, layout, layout, heads=norm))
+        for name, near in model.get_submodule(above).named_children():
+            norm = "norm" in name and name[0] == own[0] and "autopar" in vars(near)  # such as q_norm next to q_proj
+            if norm or type(near).__module__ in _ACTIVATIONS:
+                found.setdefault(id(near), HookedModule(f"{above}.{name}".strip("."), near, layout, layout, heads=norm))
     yield from found.values()
 
 
-def _inside_experts(path: str, experts: nn.Module, plan: ModulePlan) -> Iterator[tuple[int, Shards]]:
+def _inside_experts(path: str, experts: nn.Module, plan: ModulePlan) -> Iterator[tuple[int, HookedModule]]:
     """Yield the activation between matrices of experts, if the features of each expert are sharded."""
-    own = own_parameters(experts)  # [experts, features in, features out], or the other way round
+    own = own_parameters(experts)  # [experts, features in, features out], or with the last dims swapped
     matrices = (layout for name, layout in plan.layouts.items() if name in own and own[name].dim() == 3)
-    # Not of gate and up, which are two blocks in one matrix.
+    # Skip gate and up, which are two blocks in one matrix.
     features = next((layout for layout in matrices if layout.dim and len(layout.blocks) == 1), None)
-    for name, beside in experts.named_children() if features is not None else ():
-        if type(beside).__module__ in _ACTIVATIONS:
-            yield id(beside), Shards(f"{path}.{name}", beside, features, features)
+    for name, near in experts.named_children() if features is not None else ():
+        if type(near).__module__ in _ACTIVATIONS:
+            yield id(near), HookedModule(f"{path}.{name}", near, features, features)
 
 
-class Shards(NamedTuple):
-    """Facts about the tensors of one module: layouts of the features of its input and output; None: they are full."""
+class HookedModule(NamedTuple):
+    """A module with sharded input or output."""
 
     path: str
     module: nn.Module
-    given: Layout | None = None
-    made: Layout | None = None
-    heads: bool = False  # tensors of four dims have a separate dim of heads
-    axis: Axis | None = None  # the ranks of the model
+    given: Layout | None = None  # layout of the input features; None if they are full
+    made: Layout | None = None  # layout of the output features; None if they are full
+    heads: bool = False  # True if tensors with four dims have a dim of heads
+    axis: Axis | None = None  # tp axis of the model
 
 
-class SeenShards:
-    """Gather the sharded tensors of one call of a module for a hook, and shard the hook's results."""
+class GatheredTensors:
+    """The sharded tensors of one call of a module: gathered for a hook, and sharded again after it."""
 
-    def __init__(self, layout: Layout | None, shards: Shards) -> None:
-        self._gathered: list[tuple[torch.Tensor, int]] = []  # copies that a hook gets, and their versions
+    def __init__(self, layout: Layout | None, shards: HookedModule) -> None:
+        self._gathered: list[tuple[torch.Tensor, int]] = []  # gathered tensors, and their versions
         assert shards.axis is not None
         self.layout, self.axis, self.heads, self.path = layout, shards.axis, shards.heads, shards.path
-        self._cuts: dict[torch.Size, tuple[int, Layout]] = {}  # shape of the whole -> how it is sharded
-        self._kept: list[torch.Tensor] = []  # given as they are
+        self._cuts: dict[torch.Size, tuple[int, Layout]] = {}  # shape of a full tensor -> sharded dim, layout
+        self._kept: list[torch.Tensor] = []  # tensors that the hook gets unchanged
 
-    def whole(self, value: Any, *, gradient: bool = False) -> Any:
-        """Return ``value`` with its first tensor, the hidden states, in full. Gradients have no gradient."""
+    def full(self, value: Any, *, gradient: bool = False) -> Any:
+        """Return ``value`` with its first tensor, the hidden states, gathered; a ``gradient`` without autograd."""
         tensors = [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
         first = next((x for x in tensors if x.is_floating_point() and x.ndim > 1), None)
         found = None if first is None else self._sharded(first)
@@ -207,19 +207,19 @@ class SeenShards:
         return tree_map_only(torch.Tensor, lambda x: full if x is first else x, value)
 
     def cut(self, value: Any, *, gradient: bool = False) -> Any:
-        """Return ``value`` with this rank's shards of tensors that have the shape of a gathered one."""
+        """Return ``value`` with local shards of the tensors that have the shape of a gathered tensor."""
         return tree_map_only(torch.Tensor, lambda x: self._own(x, gradient), value)
 
     def is_written(self) -> bool:
-        """Return whether the hook wrote into a copy."""
+        """Return whether the hook changed a gathered tensor in place."""
         return any(version_of(x) != version for x, version in self._gathered)
 
     def is_kept(self) -> bool:
-        """Return whether a copy has a gradient, which the hook may ask for at any time before the backward."""
+        """Return whether a gathered tensor requires a gradient, which the hook may use until the backward pass."""
         return any(x.requires_grad for x, _ in self._gathered)
 
     def _gather(self, x: torch.Tensor, dim: int, layout: Layout, gradient: bool) -> torch.Tensor:
-        parts = collectives.sum_shards if layout.replicated else collectives.all_gather  # of a gradient
+        parts = collectives.sum_shards if layout.replicated else collectives.all_gather  # for a gradient
         full = (parts if gradient else collectives.gather)(x, self.axis, layout, dim)
         self._cuts[full.shape] = dim, layout
         self._gathered.append((full, version_of(full)))
@@ -237,7 +237,7 @@ class SeenShards:
     def _sharded(self, x: torch.Tensor) -> tuple[int, Layout] | None:
         """Return the dim along which a tensor is sharded, and its layout; None if it is full.
 
-        Sizes say so. Where those of the ranks differ, one may match by chance, so it must match on all ranks.
+        The size decides. With uneven shards it may match by chance on one rank, so it must match on all ranks.
         """
         ways: list[tuple[int, int, Layout]] = []  # dim, size there, layout
         if self.layout is not None and self.heads and x.ndim == 4:  # [batch, heads/tp, seq, d], or seq before heads
@@ -251,8 +251,8 @@ class SeenShards:
         found = [(dim, layout) for (dim, _, layout), fits in zip(ways, fit, strict=True) if fits]
         if len(found) > 1 and found[0][1] is found[1][1]:
             raise ConfigError(
-                f"a hook on {self.path} would get whole heads, but {list(x.shape)} has as many positions as heads on "
-                "this rank, and which\n  are which cannot be told. Use another length, a hook on q_proj or k_proj, or "
+                f"a hook on {self.path} cannot get full heads: {list(x.shape)} has as many positions as heads on this "
+                "rank, so the dim of heads is ambiguous\n  Use another length, a hook on q_proj or k_proj, or "
                 "autopar.local_hooks(module)."
             )
         return found[0] if found else None

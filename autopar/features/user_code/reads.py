@@ -1,10 +1,10 @@
-"""The step that watches user code between two forwards: reads of shards as if they were full, and new hooks.
+"""Watch user code between forwards: warn about reads of shards as if they were full, and find new hooks.
 
-[Note: shard reads] A sharded parameter knows that it is one: it is a :class:`ShardedParameter`, and torch passes each
-function of it to :func:`_notice`. An elementwise function of a shard gives the shard of the full result, which is a
-:class:`Part`, so that ``p.grad.abs().max()`` is noticed. A function that mixes elements along the sharded dim
-(:func:`_mixed_by`) warns at the line of user code. While the model runs, in backward passes (except in hooks of
-gradients), in steps of optimizers and in what dynamo compiles, the classes act as plain ones and cost nothing.
+[Note: shard reads] A sharded parameter is a :class:`ShardedParameter`, and torch passes each function of it to
+:func:`_notice`. An element-wise function of a shard returns the shard of the full result: a :class:`ShardedTensor`, so
+that ``p.grad.abs().max()`` is detected too. A function that mixes elements along the sharded dim (:func:`_mixed_by`)
+warns at the line of user code. While the model runs, in backward passes (except in gradient hooks), in optimizer steps
+and in compiled code, these classes act like plain tensors at no cost.
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ _OTHERS = """
 """
 _ALONG_A_DIM = frozenset(_ALONG.split())
 _READS = DRAWS.union(_ALONG.split(), _OTHERS.split())
-"""Functions that are not elementwise, without underscores around the name: ``normal_`` is ``normal``."""
+"""Names of functions that are not element-wise, without underscores around them: ``normal`` for ``normal_``."""
 _DIM_THIRD = {"norm", "linalg_norm", "linalg_vector_norm", "topk", "kthvalue", "chunk", "split", "tensor_split"}
 _DEFAULT = dict.fromkeys(("topk", "sort", "argsort", "kthvalue", "mode"), -1)
 _DEFAULT |= dict.fromkeys(("chunk", "split", "tensor_split", "unbind", "len"), 0)
 
 
 def _mixed_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the shard of which ``name`` mixes elements along the sharded dim; None if there is no such shard."""
+    """Return a shard whose elements ``name`` mixes along the sharded dim, or None."""
     part = next(_parts([*args, *kwargs.values()]), None)
     if part is None or not args:
         return part
     if part is not args[0]:
         if name == "setitem":  # warns if it writes a shard into a vector of all parameters
             return part if part is args[2] and args[0].dim() == 1 and args[0].numel() > part.numel() else None
-        return None if name == "index_put" else part  # values that go elsewhere
+        return None if name == "index_put" else part  # index_put writes the shard's values into another tensor
     shard = part.autopar_shard
     return None if _keeps(name, args, kwargs, shard.layout.dim if tuple(part.shape) == shard.here else None) else part
 
 
 def _keeps(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int | None) -> bool:
-    """Return whether a function of ``args[0]`` is elementwise along ``dim``, the sharded one; None if not known."""
+    """Return whether a function of ``args[0]`` is element-wise along the sharded ``dim`` (None: unknown dim)."""
     if name in ("getitem", "setitem"):
         return _index_keeps(args[1], args[0], dim)
     if name in ("max", "min") and isinstance(args[1] if len(args) > 1 else kwargs.get("other"), torch.Tensor):
-        return True  # of two tensors, element by element
+        return True  # the element-wise maximum of two tensors
     if kwargs.get("reduction") == "none" or (name == "size" and len(args) + len(kwargs) == 1):
         return True
     if dim is None or name not in _ALONG_A_DIM:
@@ -100,7 +100,7 @@ def _keeps(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int |
 def _index_keeps(index: Any, tensor: torch.Tensor, dim: int | None) -> bool:
     entries = [one for one in (index if isinstance(index, tuple) else [index]) if one is not None]
     if any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in entries):
-        return len(entries) == 1 and entries[0].shape == tensor.shape  # a mask
+        return len(entries) == 1 and entries[0].shape == tensor.shape  # a mask of single elements
     place = next((n for n, one in enumerate(entries) if one is Ellipsis), None)
     if place is not None:
         entries[place : place + 1] = [slice(None)] * (tensor.dim() - len(entries) + 1)
@@ -109,7 +109,7 @@ def _index_keeps(index: Any, tensor: torch.Tensor, dim: int | None) -> bool:
 
 
 class Switch(threading.local):
-    """State of one thread: whether a function of a shard runs (``off``), or a hook of a gradient."""
+    """State of one thread: ``off`` while a function of a shard runs, ``in_hook`` inside a gradient hook."""
 
     off = in_hook = False
 
@@ -118,7 +118,7 @@ switch = Switch()
 
 
 class _TorchFunction:
-    """``__torch_function__`` that is torch's disabled one where shards act as plain tensors."""
+    """A ``__torch_function__`` that is disabled where shards act like plain tensors."""
 
     def __get__(self, tensor: Any, owner: Any = None) -> Any:
         if switch.off or (current_backward() != -1 and not switch.in_hook) or compiling() is not None:
@@ -130,7 +130,7 @@ NOTICING = _TorchFunction()
 
 
 def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Call ``func``. Warn before if it mixes elements of a shard; otherwise its results are shards, too."""
+    """Call ``func``; warn first if it mixes elements of a shard, otherwise mark its results as shards too."""
     caller: FrameType = sys._getframe(1)
     kwargs = kwargs or {}
     switch.off = True
@@ -151,7 +151,7 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
             if func is torch.autograd.grad or name.startswith("foreach"):
                 of = args[0] if func is not torch.autograd.grad else args[1] if len(args) > 1 else kwargs["inputs"]
                 sources = list(zip([of] if isinstance(of, torch.Tensor) else of))
-            for one, given in zip(results, sources, strict=False):  # some in place return None
+            for one, given in zip(results, sources, strict=False):  # some in-place functions return None
                 _let_be_noticed(one, name, given, caller, other_size=reads)
         return result
     finally:
@@ -159,7 +159,7 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
 
 
 def _is_shard(tensor: Any) -> bool:
-    """Return whether a tensor is a shard; inside of ``autopar.full_params`` no parameter is one."""
+    """Return whether a tensor is a shard; inside ``autopar.full_params`` parameters are full."""
     shard: Shard | None = tensor.autopar_shard
     return shard is not None and (not isinstance(tensor, nn.Parameter) or tuple(tensor.shape) == shard.here)
 
@@ -173,13 +173,13 @@ def _parts(values: Any) -> Iterator[Any]:
 
 
 def _let_be_noticed(result: Any, name: str, given: Sequence[Any], caller: FrameType, *, other_size: bool) -> None:
-    """Let reads of ``result`` be noticed, if it is made of, or written with, elements of a shard."""
+    """Mark ``result`` as a shard if it was computed from elements of a shard."""
     part = next(_parts(given), None) if type(result) in _PARTS else None
-    like = (name == "to" or name.endswith("_as")) and part is not given[0]  # of which only the form counts
+    like = (name == "to" or name.endswith("_as")) and part is not given[0]  # only the shape or dtype of part is used
     if part is None or like or not (other_size or result.numel() == part.numel()):
         return
-    if caller.f_code is _NEW_PARAMETER:  # it requires a result of the same class
-        if type(part) is Part:
+    if caller.f_code is _NEW_PARAMETER:  # nn.Parameter requires a result of the same class
+        if type(part) is ShardedTensor:
             _become(part, nn.Parameter)
         _become(result, type(part), getattr(part, "autopar_shard", None))
     elif _line(caller) is not None:
@@ -187,18 +187,18 @@ def _let_be_noticed(result: Any, name: str, given: Sequence[Any], caller: FrameT
 
 
 def _noticing(hook: Any, shard: Shard | None) -> Any:
-    """Return a hook of a shard's gradient in which reads are noticed."""
+    """Wrap a hook on the gradient of a shard, so that reads inside it are detected."""
 
     @functools.wraps(hook)
     def run(tensor: Any) -> Any:
         before = switch.in_hook, switch.off
         switch.in_hook, switch.off = True, False
         if type(tensor) is torch.Tensor:
-            tensor = tensor.as_subclass(Part)
+            tensor = tensor.as_subclass(ShardedTensor)
             tensor.autopar_shard = shard
         try:
             found = hook(tensor)
-            return found._plain() if type(found) is Part else found
+            return found._plain() if type(found) is ShardedTensor else found
         finally:
             switch.in_hook, switch.off = before
 
@@ -207,33 +207,33 @@ def _noticing(hook: Any, shard: Shard | None) -> Any:
 
 @dataclass(frozen=True)
 class Shard:
-    """The place of a shard."""
+    """The place of a shard in its parameter."""
 
     name: str
     full: tuple[int, ...]  # shape of the full parameter
     here: tuple[int, ...]  # shape of the shard
     layout: Layout
-    rank: int  # place of this rank among those that hold the shards
-    warned: set[tuple[str, int]]  # lines of user code that were warned, of all shards of the model
-    axis: str  # tensor-parallel
-    joins: bool  # whether autopar.full_params gathers it; it does not with FSDP2, which shards it over replicas
+    rank: int  # rank on the axis of the shards
+    warned: set[tuple[str, int]]  # lines of user code that already warned, for all shards of the model
+    axis: str  # such as "tensor-parallel"
+    joins: bool  # True if autopar.full_params gathers it; False with FSDP2, which shards it over replicas
 
     def held(self) -> str:
-        """Return the part of the full parameter that is here, in words."""
+        """Return a description of the local part of the full parameter."""
         ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in self.layout.ranges(self.rank)) or "none"
         return f"{self.axis} rank {self.rank}: shape {self.here} of {self.full}, {ranges} of dim {self.layout.dim}"
 
 
 class Sharded:
-    """A tensor that knows that it is a shard. It is shown, copied and saved as the plain tensor of the same memory."""
+    """Mixin for tensors that are shards. They are printed, copied and saved like plain tensors."""
 
     __slots__ = ()
-    __torch_function__: Any = NOTICING  # or the disabled one, while a model runs or an optimizer steps
+    __torch_function__: Any = NOTICING  # disabled while a model runs or an optimizer steps
     autopar_shard: Shard | None = None
 
     def _plain(self: Any) -> Any:
         with no_overrides():
-            made = type(self) is Part  # with its graph
+            made = type(self) is ShardedTensor  # keeps its graph
             same = self.as_subclass(torch.Tensor) if made else self.detach().requires_grad_(self.requires_grad)
         vars(same).update({name: value for name, value in vars(self).items() if name != "autopar_shard"})
         _become(same, _PLAIN_KINDS[type(self)])
@@ -262,7 +262,7 @@ class Sharded:
 
 
 class ShardedParameter(Sharded, nn.Parameter):  # type: ignore[misc]
-    """A parameter of which this rank has a shard."""
+    """A parameter of which this rank holds a shard."""
 
 
 class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]  # assert_close compares tensors of related classes
@@ -270,32 +270,32 @@ class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]  # assert_close 
         return isinstance(instance, torch.Tensor)
 
 
-class Part(Sharded, torch.Tensor, metaclass=_LikeAnyTensor):  # type: ignore[misc]
-    """The result of an elementwise function of a shard, or its gradient."""
+class ShardedTensor(Sharded, torch.Tensor, metaclass=_LikeAnyTensor):  # type: ignore[misc]
+    """The gradient of a shard, or the result of an element-wise function of a shard."""
 
 
 class ShardedDTensor(Sharded, DTensor):  # type: ignore[misc]
-    """A DTensor of ZeRO 2 and 3: a replica's rows of a tensor-parallel shard, which DTensor takes for the full one."""
+    """A DTensor of ZeRO 2 and 3: the replica's rows of a tensor-parallel shard, which DTensor treats as full."""
 
     __slots__ = ()
 
     def full_tensor(self, **how: Any) -> torch.Tensor:
-        """Return the rows of all replicas: still a shard."""
+        """Gather the rows of all replicas; the result is still a tensor-parallel shard."""
         with no_overrides():
             joined = super().full_tensor(**how)
         if self.autopar_shard is not None and type(joined) is torch.Tensor:
-            _become(joined, Part, self.autopar_shard)
+            _become(joined, ShardedTensor, self.autopar_shard)
         return joined
 
 
 _WATCHED: dict[type, type] = {nn.Parameter: ShardedParameter, DTensor: ShardedDTensor}
-_PARTS: dict[type, type] = {torch.Tensor: Part, DTensor: ShardedDTensor}
-_PLAIN_KINDS: dict[type, type] = {ShardedParameter: nn.Parameter, Part: torch.Tensor, ShardedDTensor: DTensor}
+_PARTS: dict[type, type] = {torch.Tensor: ShardedTensor, DTensor: ShardedDTensor}
+_PLAIN_KINDS: dict[type, type] = {ShardedParameter: nn.Parameter, ShardedTensor: torch.Tensor, ShardedDTensor: DTensor}
 
 
 def watch(model: nn.Module, plan: Plan, mpu: MPU) -> None:
-    """Warn of reads of the sharded parameters of ``model``; not of those that a library gave a class."""
-    PLAIN.update((ShardedParameter, Part))
+    """Watch reads of the sharded parameters of ``model``, except parameters of a library's tensor subclass."""
+    PLAIN.update((ShardedParameter, ShardedTensor))
     let_foreach_take(_PLAIN_KINDS)
     warned = set[tuple[str, int]]()
     joins = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # not with ZeRO 2 and 3
@@ -310,7 +310,7 @@ def watch(model: nn.Module, plan: Plan, mpu: MPU) -> None:
 
 
 def unwatch(parameter: torch.Tensor) -> None:
-    """Undo :func:`watch` of one parameter."""
+    """Undo :func:`watch` for one parameter."""
     if isinstance(parameter, Sharded):
         _become(parameter, _PLAIN_KINDS[type(parameter)])
 
@@ -326,11 +326,11 @@ def _become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
 # -- the step of initialize ------------------------------------------------------------------------------------------
 
 _running: weakref.WeakSet[Watched] = weakref.WeakSet()
-"""Models whose forward runs now."""
+"""Models with a running forward."""
 
 
 def watch_user_code(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """On the parameters that stay."""
+    """Watch user code around ``model``. The step runs when the parameters are final."""
     if state.plan.shards > 1:
         watched = state.features["user_code"] = Watched(state.mpu.tp)
         state.region.beginning.append(watched.begin)
@@ -341,30 +341,30 @@ def watch_user_code(model: nn.Module, state: Parallelized, given: Given) -> None
 
 
 class Watched:
-    """A model, or its copy, whose forwards read shards as plain tensors, and call user hooks with full ones."""
+    """A watched model: its forwards read shards as plain tensors, and call user hooks with full tensors."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self._found = axis, False
-        self._hooks: dict[nn.Module, Any] = {}  # of the model, and of each inside that was called by itself
+        self._hooks: dict[nn.Module, Any] = {}  # hooks of the model, and of each inner model that was called directly
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
         return Watched(self.axis)
 
     def begin(self, model: nn.Module) -> dict[str, str]:
-        """Begin a forward; return where user hooks are, for ranks to compare before any of them gathers."""
+        """Start a forward; return the places of user hooks, which ranks compare before any hook gathers."""
         _running.add(self)
-        Sharded.__torch_function__ = disabled_torch_function  # no Python is called for each function
+        Sharded.__torch_function__ = disabled_torch_function  # avoids a Python call for each function
         if self.axis.size == 1:
             return {}
         hooks = self._hooks.get(model)
         if hooks is None:
-            from autopar.features.user_code.hooks import WholeHooks
+            from autopar.features.user_code.hooks import FullTensorHooks
 
-            hooks = self._hooks[model] = WholeHooks(model, self.axis)
+            hooks = self._hooks[model] = FullTensorHooks(model, self.axis)
         if not self._found and not any(hooks.dicts):
             return {}
         seen = {one: each.wrap() for one, each in self._hooks.items()}
-        self._found = any(seen.values())  # if all are removed now, the next forward still looks
+        self._found = any(seen.values())  # look again in the next forward, even if all hooks are removed
         return seen[model]
 
     def end(self) -> None:
@@ -374,7 +374,7 @@ class Watched:
             Sharded.__torch_function__ = NOTICING
 
     def undo(self, model: nn.Module) -> None:
-        """Put the user hooks themselves back in their places, and give parameters torch's class again."""
+        """Restore the original hooks, and the torch classes of parameters."""
         for hooks in self._hooks.values():
             hooks.unwrap()
         for parameter in model.parameters():
@@ -389,7 +389,7 @@ def _watch_steps() -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if optimizer not in untried:  # one that could not be tried may read shards
+    if optimizer not in untried:  # an optimizer without a trial may read shards
         Sharded.__torch_function__ = disabled_torch_function
 
 
@@ -401,32 +401,30 @@ def _after_step(*_: Any) -> None:
 # -- warnings --------------------------------------------------------------------------------------------------------
 
 _TORCH = torch.__file__.rpartition("/")[0] + "/"
-_NO_LINE = (f"{_TORCH}optim/", f"{_TORCH}distributed/", f"{_TORCH}fx/", OURS)  # their calls are not the user's reads
+_NO_LINE = (f"{_TORCH}optim/", f"{_TORCH}distributed/", f"{_TORCH}fx/", OURS)  # calls from here are not user code
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
 def _warn(name: str, part: Any, caller: FrameType) -> None:
-    """Warn at the line of user code, the first time."""
+    """Warn once per line of user code."""
     frame, shard = _line(caller), part.autopar_shard
     place = None if frame is None else place_of_user(frame)
     if place is None or place in shard.warned:
         return
     shard.warned.add(place)
     of = "" if isinstance(part, nn.Parameter) else "values of "
-    gathered = (
-        f'  with autopar.full_params(model, "{shard.name}"): it and its gradient are full, and random numbers too;\n'
-    )
+    gathered = f'  Use `with autopar.full_params(model, "{shard.name}"):`, inside which it and its gradient are full.\n'
     text = (
         f"{name} of {of}{shard.name} sees the shard of {shard.held()}.\n{gathered * shard.joins}"
-        "  autopar.full_tensor(parameter) returns the full one, differentiable. clip_grad_norm_ and get_total_norm of "
+        "  autopar.full_tensor(parameter) returns a full, differentiable tensor. clip_grad_norm_ and get_total_norm of "
         "torch.nn.utils,\n  model.num_parameters() and model.save_parallelized cover the full model.\n"
-        "  If the shard is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
+        "  To use the shard on purpose: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
     )
     warnings.warn_explicit(text, ShardWarning, *place)
 
 
 def _line(caller: FrameType) -> FrameType | None:
-    """Return the frame that called torch; None if it is compiled, or of a library that knows shards."""
+    """Return the frame that called torch; None for compiled code and for libraries that support shards."""
     frame: FrameType | None = caller
     while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_code in BODIES):
         frame = frame.f_back
@@ -439,4 +437,4 @@ def _line(caller: FrameType) -> FrameType | None:
 
 
 for _code in (_TorchFunction.__get__, _notice, _mixed_by, _keeps, _parts, _is_shard, _let_be_noticed, _warn):
-    leave_alone(_code.__code__)  # where a graph broke, dynamo would compile them
+    leave_alone(_code.__code__)  # dynamo would compile them after a graph break

@@ -1,1 +1,1 @@
-"""transformers' Trainer with a parallelized model: its processes are the ranks of the data-parallel axis."""
+"""transformers' Trainer with a parallelized model; data-parallel replicas count as its processes."""

@@ -1,4 +1,4 @@
-"""The parallel config of a trainer, from the user's config and ``TrainingArguments``, and the refused arguments."""
+"""Compute the parallel config of a trainer from the user's config and ``TrainingArguments``; check the arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
 
-# Values of args.optim: optimizers that step in backward; and element-wise ones, which may be made of shards.
+# Values of args.optim: optimizers that step inside backward, and element-wise optimizers, which support shards.
 _LAYERWISE = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
 _IN_BACKWARD = ("lomo", "adalomo", *(f"{name}_layerwise" for name in _LAYERWISE))
 _OF_ELEMENTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "lion_32bit", "ademamix")
@@ -21,21 +21,21 @@ def parse_parallel_config(given: Any, args: Any, world_size: int) -> ParallelCon
     """Return the config from ``parallel_config`` or ``args.parallelism_config``.
 
     Args:
-        given: The config, as for ``initialize``, or accelerate's ``ParallelismConfig``; None takes
+        given: Config as for ``initialize``, or accelerate's ``ParallelismConfig``. Default:
             ``args.parallelism_config``.
         args: ``TrainingArguments``.
 
     Raises:
-        ConfigError: Both are given, or autopar does not support the sizes, or they do not fit the world.
+        ConfigError: Both are given, autopar does not support the sizes, or they do not fit the world.
     """
     theirs = args.parallelism_config
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         raise ConfigError(
             "accelerate's launcher set a parallelism config (ACCELERATE_USE_PARALLELISM_CONFIG=true), which would "
-            "shard the model a second time\n  Launch without it, and give the sizes as parallel_config=."
+            "shard the model a second time\n  Launch without it, and pass the sizes as parallel_config=."
         )
     if theirs is not None and given is not None:
-        raise ConfigError("parallel_config and args.parallelism_config are both given: leave one of them out")
+        raise ConfigError("parallel_config and args.parallelism_config are both given\n  Remove one of them.")
     given = theirs if given is None else given
     if hasattr(given, "dp_replicate_size") and hasattr(given, "tp_size"):
         given = _from_accelerate(given, world_size)
@@ -46,8 +46,8 @@ def _from_accelerate(sizes: Any, world_size: int) -> ParallelConfig:
     if sizes.total_size not in (1, world_size):
         raise ConfigError(
             f"ParallelismConfig: dp_replicate_size={sizes.dp_replicate_size} x dp_shard_size={sizes.dp_shard_size} x "
-            f"cp_size={sizes.cp_size} x sp_size={sizes.sp_size} x tp_size={sizes.tp_size} = {sizes.total_size} is not "
-            f"the world of {world_size} processes"
+            f"cp_size={sizes.cp_size} x sp_size={sizes.sp_size} x tp_size={sizes.tp_size} = {sizes.total_size} must "
+            f"equal the world size {world_size}"
         )
     cp = max(sizes.cp_size, sizes.sp_size)  # one of them is 1
     hybrid = sizes.dp_replicate_size > 1 and sizes.dp_shard_size > 1
@@ -63,14 +63,14 @@ def _from_accelerate(sizes: Any, world_size: int) -> ParallelConfig:
 def merge_arguments(config: ParallelConfig, args: Any) -> ParallelConfig:
     """Return ``config`` with the precision, clipping and activation checkpointing of ``args``.
 
-    The trainer clips before the step; in fp16 the optimizer does, after it has removed the loss scale.
+    The trainer clips before the step; in fp16 the optimizer clips after it has removed the loss scale.
 
     Raises:
-        ConfigError: They contradict each other.
+        ConfigError: ``config`` and ``args`` contradict each other.
     """
     asked = _precision_of(args)
     if asked != "fp32" and config.precision not in ("fp32", asked):
-        raise ConfigError(f"args ask for {asked}, and precision.dtype={config.precision}: write one of them")
+        raise ConfigError(f"args request {asked}, but precision.dtype={config.precision}\n  Set only one of them.")
     precision = asked if asked != "fp32" else config.precision
     _check_clipping(config, args)
     clipping = float(args.max_grad_norm or 0.0) if precision == "fp16" else 0.0
@@ -85,18 +85,18 @@ def _recomputes(args: Any) -> bool:
 
 
 def _precision_of(args: Any) -> str:
-    """Return the precision that ``args.bf16``, ``args.fp16`` or accelerate's launcher asks for."""
+    """Return the precision that ``args.bf16``, ``args.fp16`` or accelerate's launcher requests."""
     asked: str = {"no": "fp32"}.get(args.mixed_precision, args.mixed_precision)
     if asked not in ("fp32", "bf16", "fp16"):
-        raise ConfigError(f"mixed precision {asked}: autopar has fp32, bf16 and fp16")
+        raise ConfigError(f"mixed precision must be fp32, bf16 or fp16, got {asked}")
     return asked
 
 
 def _check_clipping(config: ParallelConfig, args: Any) -> None:
     if config.gradient_clipping and config.gradient_clipping != args.max_grad_norm:
         raise ConfigError(
-            f"gradient_clipping={config.gradient_clipping:g} and args.max_grad_norm={args.max_grad_norm:g}: the "
-            "trainer clips by max_grad_norm; write the same number there, or leave gradient_clipping out"
+            f"gradient_clipping={config.gradient_clipping:g} must equal args.max_grad_norm={args.max_grad_norm:g}, by "
+            "which the trainer clips\n  Set the same value, or remove gradient_clipping."
         )
 
 
@@ -104,29 +104,29 @@ def check_parallelized(config: ParallelConfig, args: Any, optimizer: Any, step: 
     """Raise ConfigError if ``args`` or ``optimizer`` do not fit a model that was parallelized before the trainer.
 
     Args:
-        step: autopar's part of the step of the model's optimizer; None without one.
+        step: autopar's part of the model's optimizer step, or None.
     """
     asked = _precision_of(args)
     if asked not in ("fp32", config.precision):
         raise ConfigError(
-            f"args ask for {asked}, and the model was parallelized with precision.dtype={config.precision}\n"
-            f"  Write precision: {{dtype: {asked}}} into its config, or give the plain model."
+            f"args request {asked}, but the model was parallelized with precision.dtype={config.precision}\n"
+            f"  Set precision: {{dtype: {asked}}} in its config, or pass the plain model."
         )
     _check_clipping(config, args)
     if config.precision == "fp16" and args.max_grad_norm != config.gradient_clipping:
         raise ConfigError(
-            f"args.max_grad_norm={args.max_grad_norm:g}, and the model was parallelized with precision.dtype=fp16 and "
-            f"gradient_clipping={config.gradient_clipping:g}: in fp16 the optimizer clips. Write the same number."
+            f"args.max_grad_norm={args.max_grad_norm:g} must equal gradient_clipping={config.gradient_clipping:g} of "
+            "the model's config, since in fp16 the optimizer clips\n  Set the same value."
         )
     if step is not None and optimizer is not step.optimizer:
         raise ConfigError(
-            "the model was parallelized together with an optimizer, which does its ZeRO, precision or clipping: give "
-            "the trainer that one,\n  optimizers=(optimizer, None), or the plain model."
+            "the model was parallelized together with an optimizer, so the trainer must get this optimizer\n"
+            "  Pass optimizers=(optimizer, None), or pass the plain model."
         )
 
 
 def check_arguments(args: Any) -> None:
-    """Raise ConfigError that lists all arguments that a parallelized model does not support in a trainer."""
+    """Raise ConfigError with all arguments that a parallelized model does not support in a trainer."""
     problems = [*_refused(args)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -135,16 +135,16 @@ def check_arguments(args: Any) -> None:
         raise ConfigError("\n".join([f"the arguments have {len(problems)} problems:", *lines]), problems)
 
 
-_REFUSED = (  # each begins with the name of the argument
-    "args.fsdp would shard what is sharded already: zero: {stage: 3} in parallel_config is torch's FSDP2",
-    "args.deepspeed would take over the model and the optimizer: zero: {stage: 1} is in parallel_config",
-    "args.torch_compile compiles the plain model: write compile: {enable: true} into parallel_config",
-    "args.use_liger_kernel replaces layers that are sharded already: apply it to the plain model before",
-    "args.use_vllm would send vLLM this rank's shards: leave it out, the model samples on its own ranks; an engine "
-    "beside it gets whole weights from autopar.hf_weights(model)",
-    "args.auto_find_batch_size: the rank that runs out of memory would go on alone; give a batch size",
-    "args.save_on_each_node: a checkpoint is one folder, on a file system that all nodes share",
-    "args.eval_use_gather_object: objects are not gathered over the replicas; tensors are, padded",
+_REFUSED = (  # each starts with the name of the argument
+    "args.fsdp is not supported: use zero: {stage: 3} in parallel_config, which is torch's FSDP2",
+    "args.deepspeed is not supported: use zero: {stage: 1} in parallel_config",
+    "args.torch_compile is not supported: use compile: {enable: true} in parallel_config",
+    "args.use_liger_kernel is not supported: apply Liger Kernel to the plain model before",
+    "args.use_vllm is not supported, since vLLM would get local shards: remove it, and the model samples on its ranks; "
+    "send full weights to another engine with autopar.hf_weights(model)",
+    "args.auto_find_batch_size is not supported: set a batch size that fits all ranks",
+    "args.save_on_each_node is not supported: use one folder on a file system that all nodes share",
+    "args.eval_use_gather_object is not supported: return tensors, which are padded and gathered over the replicas",
 )
 
 
@@ -152,25 +152,25 @@ def _refused(args: Any) -> Iterator[str]:
     yield from (text for text in _REFUSED if getattr(args, re.findall(r"\w+", text)[1], None))
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
-            yield f"args.{name} would leave the model in {name[:4]}: write precision: {{dtype: {name[:4]}}} instead"
+            yield f"args.{name} is not supported: use precision: {{dtype: {name[:4]}}}"
     if args.train_sampling_strategy == "batch_rebalance":
-        yield "args.train_sampling_strategy='batch_rebalance' deals batches out to processes, not to replicas"
+        yield "args.train_sampling_strategy='batch_rebalance' is not supported: use another sampling strategy"
     if _recomputes(args) and (
         getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
     ):
         yield (
-            "args.activation_checkpointing_kwargs: write activation_checkpointing: {enable: true} into "
-            "parallel_config, with the keys that it has"
+            "args.activation_checkpointing_kwargs is not supported: use activation_checkpointing: {enable: true} and "
+            "its other keys in parallel_config"
         )
     loading = args.accelerator_config
     if loading.dispatch_batches:
-        yield "accelerator_config.dispatch_batches=True reads on rank 0 only; every rank reads its replica's samples"
+        yield "accelerator_config.dispatch_batches=True is not supported: every rank reads the samples of its replica"
     if not loading.even_batches:
-        yield "accelerator_config.even_batches=False: a replica with fewer batches would keep the others waiting"
+        yield "accelerator_config.even_batches=False is not supported: all replicas need equally many batches"
     if optim_of(args) in _IN_BACKWARD:
         yield (
-            f"args.optim={optim_of(args)} steps inside of backward, before gradients are averaged and clipped: take "
-            "one that steps after it"
+            f"args.optim={optim_of(args)} is not supported, since it steps inside backward: use an optimizer that "
+            "steps after it"
         )
 
 
@@ -179,13 +179,13 @@ def optim_of(args: Any) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def wants_whole_model(args: Any) -> bool:
-    """Return whether the optimizer of ``args`` may read full matrices, and so is made before ``initialize``."""
+def wants_full_model(args: Any) -> bool:
+    """Return whether the optimizer of ``args`` may need full matrices, so that it is made before ``initialize``."""
     return optim_of(args) not in _OF_ELEMENTS
 
 
 def check_stages(config: ParallelConfig, trainer: Any) -> None:
-    """Raise ConfigError for code of a trainer around the forward of a model, which stages do not run."""
+    """Raise ConfigError for code of a trainer around the model's forward, which pipeline stages do not run."""
     stages, args = config.pipeline_parallel_size, trainer.args
     if stages == 1:
         return
@@ -198,6 +198,6 @@ def check_stages(config: ParallelConfig, trainer: Any) -> None:
     }
     for what in (what for what, wanted in reasons.items() if wanted):
         raise ConfigError(
-            f"{what} with pipeline_parallel_size={stages}: only one stage has the embeddings or the logits, and the "
-            "last one takes the model's own loss\n  Use tensor parallelism, with pipeline_parallel_size 1."
+            f"{what} is not supported with pipeline_parallel_size={stages}, where the last stage computes the model's "
+            "own loss\n  Use tensor parallelism with pipeline_parallel_size=1."
         )

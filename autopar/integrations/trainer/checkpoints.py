@@ -1,7 +1,7 @@
-"""Checkpoints of a trainer: its folders, with the training state in shards that any mesh reads.
+"""Checkpoints of a trainer: its folders, with the training state in shards that any mesh can read.
 
-``checkpoint-N`` holds the files of ``save_pretrained`` and of the trainer, and :data:`SHARDS` instead of
-``optimizer.pt``: weights, fp32 weights and moments, one file a rank.
+``checkpoint-N`` holds the files of ``save_pretrained`` and of the trainer. The folder :data:`SHARDS` replaces
+``optimizer.pt``: weights, fp32 weights and moments, one file per rank.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from autopar.errors import CheckpointError
 from autopar.integrations.trainer.steps import ParallelBase
 
 SHARDS = "optimizer_shards"
-_TIMEOUT = 600.0  # seconds to wait for the other ranks at a save or a load; callbacks run on rank 0 meanwhile
+_TIMEOUT = 600.0  # seconds to wait for the other ranks at a save or a load, since callbacks may delay rank 0
 
 
 class CheckpointMixin(ParallelBase):
-    """Saving and resuming. Every rank calls all of it."""
+    """Saving and resuming; every rank must call these methods."""
 
-    _restored: Any = None  # random states of the checkpoint that training continues from
+    _restored: Any = None  # random states of the checkpoint from which training resumes
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write the files of ``save_pretrained`` (of a ``PeftModel`` its adapters), processing class and arguments."""
+        """Write the files of ``save_pretrained`` (for a ``PeftModel`` its adapters), processing class and arguments."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         what = "adapter_only" if is_peft_model(self.model) else "merge_checkpoints"
         self.model.save_parallelized(folder, timeout=_TIMEOUT, **{what: True})
@@ -47,12 +47,12 @@ class CheckpointMixin(ParallelBase):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Check that the folder has a training state, which is loaded when the optimizer exists."""
+        """Check that the folder has a training state, which is loaded after the optimizer is created."""
         shards = Path(resume_from_checkpoint) / SHARDS
         if not (shards / MANIFEST).is_file():
             raise CheckpointError(
-                f"{resume_from_checkpoint} has no {SHARDS}: it was written by the plain trainer or with "
-                "save_only_model, so training cannot go on from it with its optimizer state\n"
+                f"{resume_from_checkpoint} has no {SHARDS}, so training cannot resume from it: it was written by "
+                "another trainer or with save_only_model\n"
                 "  Start from its weights: from_pretrained(folder), and train() without resume_from_checkpoint."
             )
 
@@ -66,16 +66,16 @@ class CheckpointMixin(ParallelBase):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._restored is not None:
-            restore(self._restored)  # a rank's own file is valid for one place in one mesh
+            restore(self._restored)  # the trainer's file of a rank is valid in one mesh only
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
         model = self.model
         if (folder / SHARDS / MANIFEST).is_file():
-            optimizer = self._torch_optimizer() if model._autopar.dp.step is not None else None  # it has fp32 weights
+            optimizer = self._torch_optimizer() if model._autopar.dp.step is not None else None  # with fp32 weights
             model.from_parallelized(folder / SHARDS, timeout=_TIMEOUT, optimizer=optimizer)
         elif is_peft_model(model):
-            for name in model.peft_config:  # the trainer itself would read the first active one
+            for name in model.peft_config:  # the trainer would read only the first active adapter
                 own = folder if name == "default" else folder / name
                 model.load_adapter(str(own), name, is_trainable=True, autocast_adapter_dtype=False)
             self._refresh_masters()
@@ -84,7 +84,7 @@ class CheckpointMixin(ParallelBase):
             self._refresh_masters()
 
     def _refresh_masters(self) -> None:
-        """Copy the loaded weights of the model into the fp32 weights of the optimizer."""
+        """Copy the loaded weights of the model into the optimizer's fp32 weights."""
         step = self.model._autopar.dp.step
         for parameter in step.names if step is not None else ():
             owned = parameter.requires_grad and step.owns(parameter)

@@ -1,11 +1,11 @@
-"""Replicas as the processes that a trainer counts in its methods, which sample, gather rewards and slice them.
+"""Let the methods of TRL's trainers, which sample, gather rewards and slice them, count replicas as processes.
 
-TRL's trainers deal out prompts to processes, sample completions, gather the rewards of a group and take their slice by
-``accelerator.process_index``. All ranks of a replica have the same prompts and completions. So a process is a replica
-where trainers slice and seed, and in the numbers of samples that their arguments derive.
+TRL's trainers shard prompts over processes, sample completions, gather the rewards of a group, and slice them by
+``accelerator.process_index``. All ranks of a replica have identical prompts and completions. So replicas count as
+processes where trainers slice and seed, and in the numbers of samples that arguments derive.
 
-They compute log-probabilities of some tokens at a time from ``get_output_embeddings().weight``, on every rank from the
-same hidden states: so the weight is gathered first, and each rank keeps its shard of the gradient.
+Trainers compute log-probabilities from ``get_output_embeddings().weight``, a chunk of tokens at a time, on every rank
+from identical hidden states. So the weight is gathered first, and each rank keeps its shard of the gradient.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from autopar.integrations.trainer.steps import ParallelBase
 from autopar.swap import bind, unbind
 
 _HOW = (
-    "  The ranks of a replica hold the same samples. In its own methods a trainer slices what it has gathered by\n"
-    "  accelerator.process_index and num_processes, which count replicas there; args.process_index, a state of\n"
-    "  accelerate and torch.distributed.get_rank() count ranks."
+    "  The ranks of a replica must have the same samples. In methods of the trainer, slice gathered tensors by\n"
+    "  accelerator.process_index and num_processes, which count replicas there. args.process_index, accelerate's\n"
+    "  state and torch.distributed.get_rank() count ranks."
 )
 
-_FUSED = "fused_lm_head"  # argument of a forward of TRL that multiplies by the head itself
+_FUSED = "fused_lm_head"  # argument of TRL's forward that multiplies by the head
 _OF_REFERENCE = (
     *("tensor_parallel_size", "expert_parallel_size", "expert_dispatch", "cpu_transport", "reduce_dtype", "policy"),
     *("consistency_check", "consistency_inputs", "consistency_parameters"),
@@ -48,28 +48,28 @@ _OF_REFERENCE = (
 
 
 class ReplicaView(ParallelBase):
-    """A trainer's own steps, in which ``accelerator.process_index`` is the replica."""
+    """Steps of a trainer in which ``accelerator.process_index`` is the index of the replica."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run a step of the trainer, which may sample, score and slice in it."""
+        """Run a step of the trainer, which may sample, score and slice."""
         with meaning(self.model.mpu, deals=True):
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a batch, which a trainer may sample first."""
+        """Evaluate a batch; a trainer may sample it first."""
         with meaning(self.model.mpu, deals=True):
             return super().prediction_step(*args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         made = super()._prepare_inputs(inputs)
-        samples = self.has_own("_generate_and_score_completions")  # compared there
+        samples = self.has_own("_generate_and_score_completions")  # which compares the batch
         return self._same_in_replica(made) if self.has_own("_prepare_inputs") and not samples else made
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         return self._same_in_replica(super()._generate_and_score_completions(inputs))  # type: ignore[misc]
 
     def _same_in_replica(self, made: Any) -> Any:
-        """Return a batch of the trainer's own code; raise ConsistencyError if it differs within the replica."""
+        """Return a batch made by the trainer's code; raise ConsistencyError if it differs within the replica."""
         mpu = self.model.mpu if self.autopar_ready else None
         if mpu is None or mpu.model.size == 1:
             return made
@@ -82,12 +82,12 @@ class ReplicaView(ParallelBase):
                 dist.all_gather_object(every, found, group=mpu.model.group)
                 keys = sorted({key for one in every for key in one})
                 unlike = ", ".join(key for key in keys if len({one.get(key) for one in every}) > 1)
-                raise ConsistencyError(f"{name} has other {unlike} on the ranks of a replica.\n{_HOW}")
+                raise ConsistencyError(f"{name} has different {unlike} on the ranks of a replica.\n{_HOW}")
         return made
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        file = Path(checkpoint or "", "entropy_ctrl_state.json")  # of GRPO with use_adaptive_entropy
+        file = Path(checkpoint or "", "entropy_ctrl_state.json")  # from GRPO with use_adaptive_entropy
         if checkpoint is not None and file.is_file():
             state = json.loads(file.read_text())
             self.entropy_coef, self._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
@@ -99,7 +99,7 @@ class ReplicaView(ParallelBase):
         return self._of_first_rank(super()._calculate_rewards_from_functions(*args, **kwargs))  # type: ignore[misc]
 
     def _of_first_rank(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Take the rewards of a replica's first rank: a function may draw, or query a judge with another answer."""
+        """Return the rewards of the replica's first rank, since a reward function may draw or call a random judge."""
         mpu, rewards = self.model.mpu, rewards.contiguous()
         with waiting(mpu, "rewards", mpu.model.ranks):
             collectives.broadcast(rewards, mpu.model)
@@ -107,17 +107,17 @@ class ReplicaView(ParallelBase):
 
 
 def count_replicas(args: Any, replicas: int) -> None:
-    """Let the numbers of samples that ``args`` derived from the number of processes count ``replicas``.
+    """Recompute the numbers of samples that ``args`` derived from the number of processes, for ``replicas``.
 
     Raises:
-        ConfigError: A group of completions does not fit into the batches of all replicas.
+        ConfigError: The batches of all replicas are not divisible by the size of a group of completions.
     """
     steps, group = (getattr(args, name, None) for name in ("steps_per_generation", "num_generations"))
     if steps is None or group is None or getattr(args, "generation_batch_size", None) is None:
         return
     size = args.per_device_train_batch_size * replicas
     if args.generation_batch_size not in (size * steps, args.per_device_train_batch_size * args.world_size * steps):
-        return  # counts something else
+        return  # a user-defined size
     sizes = {"per_device_train_batch_size": (args.per_device_train_batch_size, steps, group)}
     if args.eval_strategy != "no":
         of_eval = getattr(args, "num_generations_eval", None) or group
@@ -126,15 +126,15 @@ def count_replicas(args: Any, replicas: int) -> None:
         if of_replica * replicas * times % wanted:
             more = f" x {times} steps_per_generation" if times > 1 else ""
             raise ConfigError(
-                f"{name}={of_replica} x {replicas} replicas{more} = {of_replica * replicas * times} samples, and "
-                f"{wanted} completions of each prompt do not divide them.\n  The ranks of a replica hold the same "
-                f"samples, so its {args.world_size // replicas} ranks count once: write a multiple of {wanted}."
+                f"{name}={of_replica} x {replicas} replicas{more} = {of_replica * replicas * times} samples must be "
+                f"divisible by the {wanted} completions of each prompt\n  The {args.world_size // replicas} ranks of a "
+                f"replica share their samples. Use a multiple of {wanted}."
             )
     args.generation_batch_size = size * steps
 
 
 def seed_by_replica(model: Any, args: Any) -> None:
-    """Seed by the replica where a trainer has seeded by the rank, so that replicas sample as processes would."""
+    """Seed by replica if a trainer has seeded by rank, so that replicas sample like processes."""
     if model.mpu.world_size == 1:
         return
     differs = torch.tensor([float(torch.initial_seed() != args.seed)], device=device_of_numbers())
@@ -144,50 +144,50 @@ def seed_by_replica(model: Any, args: Any) -> None:
 
 
 def check_heads(config: ParallelConfig, model: Any, args: Any) -> None:
-    """Raise ConfigError where log-probabilities of full sequences, or a synchronized reference, are not supported."""
+    """Raise ConfigError if log-probabilities of full sequences or a synchronized reference are not supported."""
     parts = {"context_parallel_size": config.context_parallel_size > 1, "sequence_parallel": config.sequence_parallel}
     for key in (key for key, wanted in parts.items() if wanted and has_fused_head(model)):
         raise ConfigError(
-            f"{key} with a trainer of TRL: it takes log-probabilities of whole sequences from the last hidden states, "
-            "of which a rank would have a part\n  Use tensor_parallel_size and replicas."
+            f"{key} is not supported with a trainer of TRL, which computes log-probabilities of full sequences\n"
+            "  Use tensor_parallel_size and replicas."
         )
     if getattr(args, "sync_ref_model", False) and config.fully_sharded:
         raise ConfigError(
-            f"args.sync_ref_model with zero: {{stage: {config.zero_stage}}}: FSDP2 holds the weights in another form "
-            "than the reference model has\n  Use zero: {stage: 1}."
+            f"args.sync_ref_model is not supported with zero: {{stage: {config.zero_stage}}}, where FSDP2 shards the "
+            "weights\n  Use zero: {stage: 1}."
         )
 
 
 def parallelize_reference(reference: Any, model: Any, like: Any, policy: Any) -> None:
-    """Shard a trainer's reference model as ``model``, if it is of the same class as ``like``."""
+    """Parallelize a trainer's reference model like ``model``, if it has the class of ``like``."""
     if not isinstance(reference, nn.Module) or type(reference) is not type(like):
         return
     if "_autopar" not in vars(reference):
         config: ParallelConfig = model._autopar.config
         if config.precision != "fp32":
             reference.to({"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
-        shared = {name: getattr(config, name) for name in _OF_REFERENCE}  # no memory of gradients or an optimizer
+        shared = {name: getattr(config, name) for name in _OF_REFERENCE}  # without settings of training
         initialize(reference, ParallelConfig(**shared), policy=policy)
     if has_fused_head(reference):
-        give_whole_head(reference, reference)
+        set_full_head(reference, reference)
 
 
 def has_fused_head(model: nn.Module) -> bool:
-    """Return whether the model's forward was replaced by one that takes ``fused_lm_head``."""
+    """Return whether the model's forward was replaced by a function with the argument ``fused_lm_head``."""
     forward = vars(model).get("forward")
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return code is not None and _FUSED in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def give_whole_head(model: Any, root: Any) -> None:
-    """Give a forward with ``fused_lm_head=True`` the full weight of the head of ``model``, which is in ``root``."""
+def set_full_head(model: Any, root: Any) -> None:
+    """Let a forward with ``fused_lm_head=True`` use the full weight of the head of ``model``, which is in ``root``."""
     inner = vars(model)["forward"].__func__
 
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get(_FUSED):
             return inner(self, *args, **kwargs)
-        head = _whole(self, root)
+        head = _full_head(self, root)
         bind(self, "the fused head", get_output_embeddings=lambda _: head)
         try:
             return inner(self, *args, **kwargs)
@@ -197,8 +197,8 @@ def give_whole_head(model: Any, root: Any) -> None:
     model.forward = MethodType(forward, model)
 
 
-def _whole(model: Any, root: Any) -> SimpleNamespace:
-    """Return the head's weight and bias, all-gathered over tp. A collective of the forward alone."""
+def _full_head(model: Any, root: Any) -> SimpleNamespace:
+    """Return the weight and bias of the head, gathered over tp. A collective of tp in the forward only."""
     head = model.get_output_embeddings()
     state = root._autopar
     names = {id(parameter): name for name, parameter in root.named_parameters()}

@@ -1,6 +1,6 @@
-"""Steps of a parallelized model: averaged over the replicas, through stages, clipped by the norm of the full model.
+"""Steps of a trainer with a parallelized model: averaged over replicas, through stages, clipped by the full norm.
 
-An evaluation takes every sample once, in the order of the dataset, and has the loss of one process.
+An evaluation uses every sample once, in the order of the dataset, and has the loss of the single-process model.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from autopar.pipeline_parallel.microbatch import adds_router_loss, batch_size, l
 from autopar.swap import swap
 
 _UNKNOWN = (
-    "because it is not known over which labels its loss is a mean, so gradients may differ from those of one process.\n"
-    "  Give compute_loss_func=, which divides the sum of the losses by num_items_in_batch."
+    "because it is unknown over which labels the loss is a mean. Gradients may differ from single-process training.\n"
+    "  Pass compute_loss_func=, which divides the sum of the losses by num_items_in_batch."
 )
 _OF_USER = (
-    "which is right only if each is divided by num_items_in_batch and multiplied by accelerator.num_processes.\n"
-    "  If they are, write loss_is_scaled_for_ga = True into the class, which turns this warning off."
+    "which is correct only if each is divided by num_items_in_batch and multiplied by accelerator.num_processes.\n"
+    "  If so, set loss_is_scaled_for_ga = True in the class to disable this warning."
 )
 
 
 class ParallelBase(Trainer):
-    """transformers' trainer, whose model is parallelized when its ``__init__`` ends.
+    """transformers' trainer, which parallelizes its model at the end of ``__init__``.
 
     Attributes:
-        model: The model, with ``mpu`` and ``_autopar``.
-        autopar_ready: True if the model is parallelized already.
-        autopar_alone: True if the trainer must not multiply the loss that is computed, see ``get_tp_size``.
-        autopar_evaluates: True if a loss is evaluated.
-        autopar_weight: Weight of this replica's loss in a training step; None for no weight.
-        autopar_reached: True if ``compute_loss`` of this class computed the last loss, and weighted it.
-        autopar_counts: Numbers of labels of the replicas' last batches, where they differ.
-        autopar_told: True if the warning about equally averaged losses was given.
+        model: Model with ``mpu`` and ``_autopar``.
+        autopar_ready: True after the model was parallelized.
+        autopar_alone: True while the trainer must not multiply the loss by the replicas (``get_tp_size``).
+        autopar_evaluates: True while a loss is evaluated.
+        autopar_weight: Weight of this replica's loss in a training step, or None.
+        autopar_reached: True if ``compute_loss`` of this class computed and weighted the last loss.
+        autopar_counts: Numbers of labels of the replicas' last batches, if they differ.
+        autopar_warned: True after the warning about equally averaged losses.
     """
 
     model: Any
@@ -67,20 +67,20 @@ class ParallelBase(Trainer):
     autopar_weight: float | None = None
     autopar_reached: bool = False
     autopar_counts: Sequence[int] = ()
-    autopar_told: bool = False
+    autopar_warned: bool = False
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the trainer's loss, weighted so that the mean over the replicas is the loss of their joint batch.
+        """Compute the trainer's loss, weighted so that the mean over replicas is the loss of the global batch.
 
-        A loss that is a mean is multiplied by the weight. A loss that is divided by the number of items does not
-        change, since this number is multiplied by the weight, too. So both kinds are treated equally.
+        A loss that is a mean is multiplied by the weight. A loss that is divided by the number of items stays
+        unchanged, since this number is multiplied by the weight too.
         """
         self._refuse_user_function(inputs)
         routers, weight = self.model._autopar.features.get("router_loss"), self.autopar_weight
         items = num_items_in_batch
-        # given the number of items, the trainer multiplies the loss by the replicas
+        # With the number of items, the trainer multiplies the loss by the number of replicas.
         replicas = self.model.mpu.dp.size if items is not None and self.args.average_tokens_across_devices else 1
         weighted = self._is_weighted(inputs)
         self.autopar_reached, self.autopar_alone = True, weighted or not self._sums_over_replicas(inputs)
@@ -104,14 +104,14 @@ class ParallelBase(Trainer):
         if self.model.mpu.dp.size > 1 and takes_own and self.args.average_tokens_across_devices:
             self.model._autopar.own_loss(base_of(self.model)).refuse_user_function(
                 f"{self.model.mpu.dp.size} data-parallel replicas",
-                "Give ParallelTrainer(compute_loss_func=...), a sum over labels divided by num_items_in_batch, or use "
+                "Pass ParallelTrainer(compute_loss_func=...), a sum over labels divided by num_items_in_batch, or use "
                 "tensor parallelism.",
             )
 
     def _is_weighted(self, inputs: Any) -> bool:
-        """Return whether ``compute_loss`` of this class weights the losses of the replicas.
+        """Return whether ``compute_loss`` of this class weights the losses of replicas.
 
-        A subclass of transformers' trainer may weight its loss itself. A routers' loss covers all replicas.
+        It does not if a subclass of transformers' trainer computes the loss, or if a router loss covers all replicas.
         """
         of_transformers = getattr(super().compute_loss, "__func__", None) is Trainer.compute_loss
         routed = "router_loss" in self.model._autopar.features and adds_router_loss(base_of(self.model), inputs)
@@ -123,10 +123,10 @@ class ParallelBase(Trainer):
         return next((home for home in homes if not home.__module__.startswith("autopar.")), Trainer) is not Trainer
 
     def _weight_of(self, inputs: Any, samples: int | None = None) -> float:
-        """Return the weight of this replica's loss, with which the mean is the loss of the joint batch. Collective.
+        """Return the weight of this replica's loss in the mean over replicas. A collective of dp.
 
         Args:
-            samples: Number of samples of the dataset in the batch, 0 if it only fills up; None in training.
+            samples: Number of real samples in the batch, 0 for a batch of repetitions; None in training.
         """
         counts, kind = self._counts(inputs) if samples != 0 else ([], "mean")
         dp = self.model.mpu.dp
@@ -145,11 +145,11 @@ class ParallelBase(Trainer):
         return weights_over_replicas([1.0], [first for first, *_ in found], dp.rank)[0]
 
     def _counts(self, inputs: Any) -> tuple[list[float], str]:
-        """Count the labels of a batch, or its samples, over which its loss is a mean.
+        """Count the labels or samples of a batch over which its loss is a mean.
 
         Returns:
-            The count, and ``mean``, or ``sum`` for a sum; or the count of each target, and
-            ``unknown``, for any other loss, and for one that is made of several means.
+            The count and ``mean``, or ``sum`` for a sum; the count of each target and ``unknown`` for any other loss,
+            also for a combination of several means.
         """
         model, main_input = base_of(self.model), getattr(base_of(self.model), "main_input_name", "")
         if not isinstance(inputs, Mapping) or not any(isinstance(value, torch.Tensor) for value in inputs.values()):
@@ -158,22 +158,22 @@ class ParallelBase(Trainer):
         made_here = (
             self.label_smoother is not None or self.compute_loss_func is not None or self.has_own("compute_loss")
         )
-        if made_here or (loss.kind is None and self.model_accepts_loss_kwargs):  # which the trainer counts for
+        if made_here or (loss.kind is None and self.model_accepts_loss_kwargs):  # the trainer counts its labels
             return [float(label_count(inputs, main_input, getattr(self, "_loss_shifts_labels", False)))], "mean"
         if loss.reduction(inputs, 1) != "microbatch":
             return [float(label_count(inputs, main_input, loss.shifted))], "mean"
-        if type(model).__name__.endswith("ForCTC") and "labels" in inputs:  # a mean over sequences
+        if type(model).__name__.endswith("ForCTC") and "labels" in inputs:  # its loss is a mean over sequences
             return [float(batch_size(inputs, main_input))], model.config.ctc_loss_reduction
         width = inputs[main_input].shape[-1] if isinstance(inputs.get(main_input), torch.Tensor) else math.inf
         given = {name: inputs[name] for name in self.label_names if isinstance(inputs.get(name), torch.Tensor)}
-        ends = {name: width if name.endswith("_positions") else math.inf for name in given}  # ignored from there on
+        ends = {name: width if name.endswith("_positions") else math.inf for name in given}  # larger ones are ignored
         counts = [float((each.ne(-100) & each.lt(ends[name])).sum()) for name, each in given.items()]
         return counts or [float(rows_of(inputs))], "unknown"
 
     def _warn_of_replicas(self, name: str, advice: str) -> None:
         """Warn once about equally averaged losses of batches with different numbers of labels."""
-        if self.autopar_counts and not self.autopar_told:
-            self.autopar_told = True
+        if self.autopar_counts and not self.autopar_warned:
+            self.autopar_warned = True
             counts = " and ".join(map(str, self.autopar_counts))
             warn_user(f"{name}: the losses of replicas with {counts} labels are averaged equally, {advice}")
 
@@ -182,7 +182,7 @@ class ParallelBase(Trainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _sums_over_replicas(self, inputs: Any) -> bool:
-        """Return whether the replicas' losses add up: each is divided by the labels of all replicas."""
+        """Return whether the losses of replicas add up, because each is divided by the labels of all replicas."""
         if not (self.args.average_tokens_across_devices and "labels" in inputs):
             return False
         if self.compute_loss_func is not None:
@@ -201,23 +201,24 @@ class StepMixin(ParallelBase):
     """Batches, gradients and norms; loops without gradients."""
 
     _norm: torch.Tensor | None = None
-    _items_weight: float | None = None  # of the number of items, while a batch is evaluated
+    _items_weight: float | None = None  # weight of the number of items in an evaluation
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader, mpu = super()._get_dataloader(*args, **kwargs), self.model.mpu
-        base = getattr(loader, "base_dataloader", loader)  # accelerate has wrapped it
-        if isinstance(base.worker_init_fn, partial):  # seeded by the process's rank; a replica reads one batch
+        base = getattr(loader, "base_dataloader", loader)  # without accelerate's wrapper
+        if isinstance(base.worker_init_fn, partial):  # seed by replica instead of rank
             workers = self.args.dataloader_num_workers
             base.worker_init_fn = partial(seed_worker, num_workers=workers, rank=mpu.dp.rank)
         if base.num_workers and mpu.model.size > 1:
-            swap(base, _SeededAlike, autopar_mpu=mpu)
+            swap(base, _SharedSeeds, autopar_mpu=mpu)
         return loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of one batch of this replica; after the last of a step average the gradients."""
+        """Run forward and backward of one batch; after the last batch of a step average the gradients."""
         ours, last = self.model, self.accelerator.sync_gradients
         if ours.mpu.pp.size == 1:
-            early = last and not (self.has_own("training_step") or self.has_own("compute_loss"))  # may read gradients
+            # Average inside backward, unless user code may read the gradients before the average.
+            early = last and not (self.has_own("training_step") or self.has_own("compute_loss"))
             with average_in_backward(ours) if early else nullcontext():
                 loss = self._weighted_step(model, inputs, num_items_in_batch)
             last = last and not early
@@ -228,7 +229,7 @@ class StepMixin(ParallelBase):
         return loss
 
     def _weighted_step(self, model: nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
-        """Run the trainer's own step with the weight of this replica's loss."""
+        """Run the trainer's step with the weight of this replica's loss."""
         weighted = self._is_weighted(inputs)
         self.autopar_weight, self.autopar_reached = self._weight_of(inputs) if weighted else None, False
         try:
@@ -240,7 +241,7 @@ class StepMixin(ParallelBase):
         return loss
 
     def _staged_step(self, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
-        """Run a batch through the stages; the loss on all of them."""
+        """Run a batch through the stages; return the loss on all stages."""
         model.train()
         batch = dict(self._prepare_inputs(inputs))
         scale = float(model.mpu.dp.size) if self._sums_over_replicas(batch) else 1.0
@@ -252,7 +253,7 @@ class StepMixin(ParallelBase):
         if reduction != "sum" and model.mpu.dp.size > 1 and model._autopar.config.pipeline.loss_reduction == "tokens":
             weight = self._weight_of(batch)
         if reduction == "microbatch":
-            scale, weight = scale * weight, 1.0  # the gradients of a mean are weighted already
+            scale, weight = scale * weight, 1.0  # the gradients of a mean are then weighted
         own = getattr(self._torch_optimizer(), "scale_loss", None)
 
         def scale_loss(loss: torch.Tensor) -> torch.Tensor:
@@ -264,16 +265,15 @@ class StepMixin(ParallelBase):
         return _times(out.loss.to(self.args.device), weight) * scale
 
     def get_tp_size(self) -> int:
-        """Return 1: the accelerator counts replicas. Their number around a loss that is a mean over this replica's
-        labels.
+        """Return 1, or the number of replicas while a loss that is a mean over local labels is computed.
 
-        The trainer multiplies a loss by their number over this; the average of such means is right already.
+        The trainer multiplies losses by the number of replicas divided by this value; a mean needs no factor.
         """
         return int(self.accelerator.num_processes) if self.autopar_alone else 1
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         if self._norm is not None:
-            return self._norm  # clipped inside of step, which fills it in
+            return self._norm  # optimizer.step() clips and fills in the norm
         return clip_grad_norm_(self.model, float(self.args.max_grad_norm or 0.0))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -286,7 +286,7 @@ class StepMixin(ParallelBase):
         return bool(config.precision == "fp16" or config.gradient_clipping)
 
     def _watch_norm(self) -> None:
-        """Keep the norm for logs in a tensor that the step of a clipping optimizer fills in."""
+        """Log the norm from a tensor that the step of a clipping optimizer fills in."""
         if not self._clips_inside() or not self.args.max_grad_norm:
             return
         norm = self._norm = torch.zeros((), device=self.args.device)
@@ -298,12 +298,12 @@ class StepMixin(ParallelBase):
         self._torch_optimizer().register_step_post_hook(fill)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate on all ranks; gathered results leave out the samples that fill up the last batch."""
+        """Evaluate on all ranks; gathered results omit the samples that fill up the last batch."""
         replicas = self.model.mpu.dp.size
         if replicas > 1 and not has_length(getattr(dataloader, "dataset", None)):
             raise ConfigError(
-                f"evaluation of a dataset without a length over {replicas} replicas: its last samples would be counted "
-                "twice, since nobody knows how many there are\n  Give a dataset that has __len__."
+                f"evaluation over {replicas} replicas requires a dataset with a length; otherwise its last samples "
+                "would count twice\n  Pass a dataset that has __len__."
             )
         self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(dataloader, *args, **kwargs)
@@ -311,7 +311,7 @@ class StepMixin(ParallelBase):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **others: Any
     ) -> Any:
-        """Evaluate a batch of this replica, with the loss of the joint batch; samples that fill it up do not count."""
+        """Evaluate a batch of this replica, with the loss of the global batch; repeated samples do not count."""
         if self.model.mpu.dp.size == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
         own, rows = self._own_rows(inputs), rows_of(inputs)
@@ -331,17 +331,17 @@ class StepMixin(ParallelBase):
         return loss, logits, labels
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Count the items to divide by; in evaluation such that a loss is a mean over this replica's labels."""
+        """Return the number of items to divide by; in evaluation so that the loss is a mean over local labels."""
         items = super()._get_num_items_in_batch(*args, **kwargs)
         if items is None or not self._items_weight or not self.args.average_tokens_across_devices:
             return items
         return items * self._items_weight
 
     def _own_samples(self, inputs: Any, own: int, rows: int) -> Any:
-        """Return the first ``own`` of ``rows`` samples, or all with the labels of these alone."""
+        """Return the first ``own`` of ``rows`` samples, or all samples with only their labels."""
         if own == rows:
             return inputs
-        gathers = self.has_own("compute_loss")  # perhaps over the replicas
+        gathers = self.has_own("compute_loss")  # it may gather over the replicas
         if own and not gathers:
             return _first_rows(inputs, own, rows)
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
@@ -350,7 +350,7 @@ class StepMixin(ParallelBase):
         return {**inputs, "labels": labels.index_fill(0, torch.arange(own, rows, device=labels.device), -100)}
 
     def _own_rows(self, inputs: Any) -> int:
-        """Return the number of samples of the dataset in this replica's batch."""
+        """Return the number of samples in this replica's batch that are not repetitions."""
         state, rows = self.accelerator.gradient_state, rows_of(inputs)
         if not state.end_of_dataloader or state.remainder <= 0:
             return rows
@@ -364,13 +364,13 @@ class StepMixin(ParallelBase):
         return (share / dp.size).to(loss.dtype)
 
 
-class _SeededAlike(DataLoader[Any]):
-    """A ``DataLoader`` whose workers draw the same random numbers on all ranks of a replica."""
+class _SharedSeeds(DataLoader[Any]):
+    """A ``DataLoader`` whose workers draw identical random numbers on all ranks of a replica."""
 
     autopar_mpu: Any
 
     def __iter__(self) -> Any:
-        if self._iterator is not None:  # persistent workers continue
+        if self._iterator is not None:  # persistent workers keep their seeds
             return super().__iter__()
         mpu, own = self.autopar_mpu, torch.get_rng_state()
         shared = own.to(device_of_numbers(mpu.model.group), copy=True)
@@ -385,12 +385,12 @@ class _SeededAlike(DataLoader[Any]):
 
 
 def _times(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """Multiply a loss by its weight; a mean over no labels is nan, and counts nothing."""
+    """Multiply a loss by its weight; with weight 0, a mean over no labels (nan) becomes 0."""
     return (loss if weight else loss.nan_to_num()) * weight
 
 
 def rows_of(inputs: Any) -> int:
-    """Count the samples of a batch, also one that is not collated."""
+    """Count the samples of a batch, which may not be collated."""
     if isinstance(inputs, torch.Tensor):
         return inputs.shape[0] if inputs.ndim else 0
     if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping):
@@ -400,19 +400,19 @@ def rows_of(inputs: Any) -> int:
 
 
 def _first_rows(value: Any, count: int, rows: int) -> Any:
-    """Take the first ``count`` of ``rows`` samples of every tensor."""
+    """Keep the first ``count`` of ``rows`` samples of every tensor."""
     return _changed(value, lambda x: x[:count] if x.shape[0] == rows else x)
 
 
 def _refill(value: Any, count: int, rows: int) -> Any:
-    """Repeat the last sample, so that every replica has as many; gathered results leave them out."""
+    """Repeat the last sample so that every replica has equally many; gathered results omit the repetitions."""
     return _changed(
         value, lambda x: torch.cat([x, x[-1:].expand(rows - count, *x.shape[1:])]) if x.shape[0] == count else x
     )
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change the tensors in mappings, which become dicts, tuples and lists, but no single numbers."""
+    """Apply ``change`` to all tensors with dims in mappings (which become dicts), tuples and lists."""
     if isinstance(value, Mapping):
         return {name: _changed(entry, change) for name, entry in value.items()}
     if isinstance(value, tuple | list):

@@ -1,6 +1,6 @@
 """The trainers of transformers and TRL with tensor, pipeline and data parallelism.
 
-The model of a trainer is initialized, and its accelerator counts, deals out, gathers and adds up over the replicas.
+A trainer parallelizes its model, and its accelerator counts, shards, gathers and reduces over replicas.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from autopar.integrations.trainer.arguments import (
     check_stages,
     merge_arguments,
     parse_parallel_config,
-    wants_whole_model,
+    wants_full_model,
 )
 from autopar.integrations.trainer.checkpoints import CheckpointMixin
 from autopar.integrations.trainer.replica_view import (
     ReplicaView,
     check_heads,
     count_replicas,
-    give_whole_head,
     has_fused_head,
     parallelize_reference,
     seed_by_replica,
+    set_full_head,
 )
 from autopar.integrations.trainer.steps import StepMixin, base_of
 from autopar.policy.schema import Policy
@@ -52,29 +52,27 @@ _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_ev
 
 
 class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
-    """Makes a trainer of transformers, or a subclass of one, parallel, as the first of the base classes.
+    """Mixin that makes a trainer of transformers, or of a subclass, parallel; it must be the first base class.
 
-    ``class ParallelSFTTrainer(ParallelTrainerMixin, SFTTrainer)`` is TRL's. All arguments, callbacks, logs and folders
-    are the trainer's; two arguments come in addition.
+    An example is ``class ParallelSFTTrainer(ParallelTrainerMixin, SFTTrainer)`` for TRL. Arguments, callbacks, logs and
+    folders are those of the trainer, with two additional arguments. The batch size in ``args`` is per replica. Every
+    rank must call every method (``train``, ``evaluate``, ``predict``, ``save_model``).
 
     Args:
-        parallel_config: Config of :func:`autopar.initialize`, or accelerate's ``ParallelismConfig``; None for a model
-            that is parallelized already. ``args.bf16``, ``args.fp16``, ``args.max_grad_norm`` and
+        parallel_config: Config for :func:`autopar.initialize`, or accelerate's ``ParallelismConfig``; None for a model
+            that is already parallelized. ``args.bf16``, ``args.fp16``, ``args.max_grad_norm`` and
             ``args.activation_checkpointing`` are added to it.
-        policy: Policy of ``initialize``.
-
-    The batch size of ``args`` counts one replica. Every rank calls every method (``train``, ``evaluate``,
-    ``predict``, ``save_model``).
+        policy: Policy for ``initialize``.
 
     Raises:
-        ConfigError: A parallelized model does not support an argument; before anything is changed.
+        ConfigError: A parallelized model does not support an argument; nothing is changed.
     """
 
     def __init__(
         self, *args: Any, parallel_config: Any = None, policy: str | Path | Policy | None = None, **kwargs: Any
     ) -> None:
         self.autopar_given = parallel_config
-        self.autopar_config: ParallelConfig | None = None  # None: the model is parallelized already
+        self.autopar_config: ParallelConfig | None = None  # None if the model is already parallelized
         super().__init__(*args, **kwargs)
         self._parallelize(policy)
 
@@ -84,39 +82,38 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         return self.model.mpu
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Check the arguments, and make an accelerator that neither wraps nor casts the model."""
+        """Check the arguments, and create an accelerator that does not wrap or cast the model."""
         self._check()
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             kind = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
             raise ConfigError(
                 f"accelerate's launcher was configured for {kind}, which would shard the model a second time\n"
-                "  Launch without it; parallel_config has zero: {stage: 1} and {stage: 3} (torch's FSDP2)."
+                "  Launch without it; use zero: {stage: 1} or {stage: 3} (torch's FSDP2) in parallel_config."
             )
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments = super()._build_accelerator_args(**kwargs)
         arguments.pop("parallelism_config", None)
-        return {**arguments, "mixed_precision": "no"}  # initialize's precision does it
+        return {**arguments, "mixed_precision": "no"}  # autopar handles precision
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is: ``initialize`` moves this rank's share."""
+        """Do nothing, since ``initialize`` moves the local shards."""
 
     def _check(self) -> None:
         model = self.model
         if model is None:
-            raise ConfigError("model_init= makes a new plain model for each train(): give model=")
+            raise ConfigError("model_init= is not supported\n  Pass model= instead.")
         if getattr(model, "hf_device_map", None) is not None:
             raise ConfigError(
-                "the model was loaded with device_map, which spreads it over devices: load it without, or with "
-                "autopar.from_pretrained"
+                "the model must not be loaded with device_map, which spreads it over devices\n  Load it without "
+                "device_map, or with autopar.from_pretrained."
             )
         adapted = hasattr(model, "peft_config") or next(tuner_layers(model), None) is not None
         if adapted and not is_peft_model(model):
             raise ConfigError(
-                f"{type(model).__name__} has adapters of PEFT without a PeftModel around it, and the folders of a "
-                "parallel trainer would not keep them apart from the model:\n  give peft.get_peft_model(model, config)"
-                " instead of model.add_adapter(config), or merge them first"
+                f"{type(model).__name__} has adapters of PEFT without a PeftModel around it, which is not supported\n"
+                "  Use peft.get_peft_model(model, config) instead of model.add_adapter(config), or merge them first."
             )
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if world != self.args.world_size:
@@ -130,8 +127,8 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         state = vars(model).get("_autopar")
         if state is not None and self.autopar_given is not None:
             raise ConfigError(
-                f"parallel_config is given, and the model is parallelized already ({model.mpu.sizes.in_words()}): "
-                "leave parallel_config out, or give the plain model."
+                f"parallel_config is given, but the model is already parallelized ({model.mpu.sizes.in_words()})\n"
+                "  Remove parallel_config, or pass the plain model."
             )
         given = None if state is not None else parse_parallel_config(self.autopar_given, self.args, world)
         check_arguments(self.args)
@@ -141,14 +138,14 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
 
     def _parallelize(self, policy: Any) -> None:
         model = self.model
-        self._set_signature_columns_if_needed()  # of the plain model
+        self._set_signature_columns_if_needed()  # needs the plain model
         config = self.autopar_config
         check_stages(config or model._autopar.config, self)
         check_heads(config or model._autopar.config, base_of(model), self.args)
         if config is not None:
             sharded = max(config.tensor_parallel_size, config.expert_parallel_size) > 1
-            whole = sharded and wants_whole_model(self.args)
-            if self.optimizer is None and (config.zero_stage or config.precision != "fp32" or whole):
+            full = sharded and wants_full_model(self.args)
+            if self.optimizer is None and (config.zero_stage or config.precision != "fp32" or full):
                 self.create_optimizer()
             initialize(model, config, policy=policy, optimizer=self.optimizer)
         parallelize_reference(getattr(self, "ref_model", None), model, base_of(model), policy)
@@ -158,15 +155,15 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         elsewhere = ours.type != "cpu" and theirs.index not in (None, ours.index)
         if ours.type != theirs.type or elsewhere:
             raise ConfigError(
-                f"the model computes on {ours}, and args.device is {theirs}: let "
-                "TrainingArguments start the process group before anything else does, or set use_cpu"
+                f"args.device must be {ours}, where the model is, got {theirs}\n  Let TrainingArguments start the "
+                "process group first, or set use_cpu."
             )
         self.args._n_gpu = 1
         if state.config.fully_sharded and hasattr(model, "generate"):
-            register_fsdp_forward_method(model, "generate")  # an encoder is called without the model around it
+            register_fsdp_forward_method(model, "generate")  # generate calls an encoder without the outer model
         if has_fused_head(base_of(model)):
-            give_whole_head(base_of(model), model)
-        self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads its replica's samples
+            set_full_head(base_of(model), model)
+        self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads the samples of its replica
         swap(self.accelerator, _Replicas, autopar_model=model, autopar_mpu=model.mpu)
         seed_by_replica(model, self.args)
         self._watch_norm()
@@ -174,7 +171,7 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         self.autopar_ready = True
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the optimizer of ``args`` and check that its steps are right on shards."""
+        """Create the optimizer of ``args``, and check that its steps are correct on shards."""
         given = self.optimizer
         made = super().create_optimizer(*args, **kwargs)
         if self.autopar_ready and given is None:
@@ -184,43 +181,43 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         return made
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Let all ranks follow the flags that callbacks set on some ranks, before the trainer reads them."""
+        """Share the flags that callbacks set on some ranks with all ranks, before the trainer reads them."""
         _agree(self.control, self.mpu)
         control = self.control
         calls_more = control.should_log or control.should_evaluate or control.should_save
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if calls_more:  # on_log, on_evaluate or on_save
+        if calls_more:  # on_log, on_evaluate or on_save may have set flags
             _agree(self.control, self.mpu)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the samples of one optimizer step, of all replicas."""
+        """Return the number of samples of one optimizer step over all replicas."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.mpu.dp.size)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
-        """Return this rank's share of its replica's operations; the trainer sums over all ranks."""
+        """Return the replica's operations divided by its ranks, since the trainer sums over all ranks."""
         return super().floating_point_ops(inputs) / self.mpu.model.size
 
 
 class ParallelTrainer(ParallelTrainerMixin, Trainer):
-    """transformers' ``Trainer`` with a model that is tensor, pipeline and data parallel.
+    """transformers' ``Trainer`` with tensor, pipeline and data parallelism.
 
-    A script becomes parallel by this class and one argument::
+    This class and one argument make a script parallel::
 
         trainer = ParallelTrainer(model=model, args=args, train_dataset=dataset, parallel_config="parallel.yaml")
 
-    Every process runs the script. See :class:`~autopar.integrations.trainer.trainers.ParallelTrainerMixin`.
+    Every process must run the script. See :class:`~autopar.integrations.trainer.trainers.ParallelTrainerMixin`.
     """
 
 
 class ParallelSeq2SeqTrainer(ParallelTrainerMixin, Seq2SeqTrainer):
-    """``Seq2SeqTrainer``, as :class:`ParallelTrainer`; ``predict_with_generate`` gives every sample once."""
+    """The parallel ``Seq2SeqTrainer``; ``predict_with_generate`` yields every sample once."""
 
 
 NAMES = tuple(f"Parallel{kind}Trainer" for kind in ("DPO", "GRPO", "KTO", "RLOO", "Reward", "SFT"))
 
 
 def __getattr__(name: str) -> Any:
-    """Make a trainer of TRL with a parallelized model when its name is first used."""
+    """Create a parallel trainer of TRL at the first use of its name."""
     if name not in NAMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     plain = getattr(importlib.import_module("trl"), name.removeprefix("Parallel"))
@@ -230,7 +227,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Replicas:
-    """A mixin before the class of an ``Accelerator``, which counts, shards and gathers over the replicas."""
+    """Mixin for an ``Accelerator`` that counts, shards and gathers over the replicas."""
 
     autopar_model: nn.Module
     autopar_mpu: MPU
@@ -238,7 +235,7 @@ class _Replicas:
     _optimizers: list[Any]
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Leave the parallelized model as it is: nothing is wrapped around it."""
+        """Return the parallelized model without wrapping it."""
         if model is not self.autopar_model:
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
         if not any(known is model for known in self._models):
@@ -246,32 +243,31 @@ class _Replicas:
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Wrap an optimizer without moving its state, which lies where the parameters lie."""
+        """Wrap an optimizer without moving its state, which is already on the device of the parameters."""
         return super().prepare_optimizer(optimizer, device_placement=False)  # type: ignore[misc]
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether gradients overflowed in fp16 on some rank, so that no rank stepped."""
+        """True if gradients overflowed in fp16 on any rank, so that no rank stepped."""
         return any(getattr(wrapper.optimizer, "step_was_skipped", False) for wrapper in self._optimizers)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward pass of the loss, scaled in fp16."""
+        """Run the backward pass of the loss; in fp16 scale the loss first."""
         scaled = [w.optimizer.scale_loss for w in self._optimizers if hasattr(w.optimizer, "scale_loss")]
         for scale in scaled[:1]:
             loss = scale(loss)
         super().backward(loss, **kwargs)  # type: ignore[misc]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip by the norm of the full model's gradients; raise ConfigError unless ``parameters`` are all of its."""
+        """Clip by the norm of all gradients of the full model; raise ConfigError if ``parameters`` are not complete."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         given = {id(parameter) for parameter in listed}
         named = self.autopar_model.named_parameters()
         missing = next((name for name, p in named if p.grad is not None and id(p) not in given), None)
         if missing is not None:
             raise ConfigError(
-                f"clip_grad_norm_ got {len(given)} parameters, without {missing}: a parallelized model is clipped by "
-                "the norm of all its gradients.\n  Give model.parameters(), or autopar.clip_grad_norm_(model, "
-                "max_norm)."
+                f"clip_grad_norm_ must get all parameters of a parallelized model, got {len(given)} without {missing}\n"
+                "  Pass model.parameters(), or call autopar.clip_grad_norm_(model, max_norm)."
             )
         return clip_grad_norm_(self.autopar_model, max_norm, norm_type)
 
@@ -279,8 +275,8 @@ class _Replicas:
         """Gather over the replicas, without the samples that fill up the last batch."""
         if use_gather_object or not _only_tensors(input_data):
             raise ConfigError(
-                "gather_for_metrics of objects (eval_use_gather_object) is not supported for a parallelized model: "
-                "give tensors, which are padded to the longest sequence of all replicas"
+                "gather_for_metrics of objects (eval_use_gather_object) is not supported with a parallelized model\n"
+                "  Pass tensors, which are padded to the longest sequence of all replicas."
             )
         return super().gather_for_metrics(input_data)  # type: ignore[misc]
 
@@ -292,7 +288,7 @@ def _only_tensors(value: Any) -> bool:
 
 
 class _AgreedEvents:
-    """A mixin before the class of a ``CallbackHandler``, for flags that the trainer reads right after an event."""
+    """Mixin for a ``CallbackHandler``, for flags that the trainer reads right after an event."""
 
     autopar_mpu: MPU
 
@@ -304,7 +300,7 @@ class _AgreedEvents:
 
 
 def _agree(control: TrainerControl, mpu: MPU) -> TrainerControl:
-    """Set each flag that some rank has set, on all ranks. A collective on the CPU, over the world."""
+    """Set each flag on all ranks if any rank has set it. A collective of the world, on the CPU."""
     if mpu.world_size > 1:
         flags = torch.tensor([getattr(control, flag) for flag in _FLAGS], dtype=torch.int32, device="cpu")
         with waiting(mpu, "the flags that callbacks set", range(mpu.world_size)):

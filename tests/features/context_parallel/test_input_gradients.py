@@ -63,6 +63,6 @@ def test_beside_tensor_parallelism() -> None:
 def test_one_that_is_wanted_on_one_rank_only_is_refused() -> None:
     model = autopar.initialize(llama().train(), sizes(2))
     given = torch.randn(1, 8, 24, generator=torch.Generator().manual_seed(0)).requires_grad_(dist.get_rank() == 0)
-    with pytest.raises(ConsistencyError, match=r"inputs_embeds: rank 0: \[1, 8, 24\] \w+, wants a gradient"):
+    with pytest.raises(ConsistencyError, match=r"inputs_embeds: rank 0: \[1, 8, 24\] \w+, requires a gradient"):
         model(inputs_embeds=given)
     model.mpu.destroy()

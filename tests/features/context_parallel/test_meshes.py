@@ -22,7 +22,7 @@ def test_it_equals_the_plain_model(mesh: str) -> None:
     for case, method in ((GPT2, "gather"), (LLAMA, "ulysses"), (T5, "ulysses")):
         verdict = compare(case, MESHES[mesh], method)
         if (case, mesh) == (T5, "cp2xsp2"):
-            assert verdict.verdict == "refused" and "beside sequence_parallel" in verdict.why
+            assert verdict.verdict == "refused" and "with sequence_parallel" in verdict.why
             continue
         assert verdict.verdict == "equal", f"{case}: {verdict.why}"
         assert (len(verdict.cut) > 0) == (MESHES[mesh].cp > 1)

@@ -30,13 +30,13 @@ def test_what_needs_all_rows_does_not_go_with_sequence_parallelism() -> None:
     model = build(Case("bloom", "BloomForCausalLM"), 6, 3)
     plan = plan_rows(model, find_policy(model), "", 2)
     words = (
-        "context_parallel_size=2 does not fit BloomForCausalLM: beside sequence_parallel: "
-        "transformer.h.0.self_attention mixes rows, so it runs with all of them: of 2 modules the first.\n"
-        "  Leave sequence_parallel out"
+        "context_parallel_size=2 does not fit BloomForCausalLM: with sequence_parallel, "
+        r"transformer.h.0.self_attention needs all rows \(the first of 2 such modules\)\n"
+        "  Set sequence_parallel: false."
     )
     with pytest.raises(ConfigError, match=words):
         check_beside_sequence(model, plan, 2)
-    with pytest.raises(ConfigError, match="so each block's are joined"):
+    with pytest.raises(ConfigError, match="its code between the blocks may mix rows"):
         check_beside_sequence(model, replace(plan, whole={}, between=True), 2)
     check_beside_sequence(model, replace(plan, whole={}), 2)
 
@@ -53,7 +53,7 @@ def test_what_no_rank_could_compute_is_refused_and_the_next_forward_holds() -> N
             model(ids, output_attentions=True, use_cache=False)
         flags = torch.ones(2, 7, dtype=torch.int64)
         model.config._attn_implementation = "flash_attention_2"  # takes no mask with rows
-        with raises_everywhere(ConfigError, "context_parallel_method=gather does not go with 'flash_attention_2'"):
+        with raises_everywhere(ConfigError, "context_parallel_method=gather is not supported with 'flash_attention_2'"):
             model(ids, attention_mask=flags, use_cache=False)
         model.config._attn_implementation = "sdpa"
         logits = model(ids, use_cache=False).logits
@@ -66,7 +66,7 @@ def test_logits_that_one_rank_reads_alone_raise() -> None:
     logits = model(torch.arange(8).view(1, 8), use_cache=False).logits
     assert "has rows" in repr(logits), "printing them gathers nothing"
     if dist.get_rank() == 0:
-        with pytest.raises(ConsistencyError, match="which takes every context-parallel rank: read them on all of"):
+        with pytest.raises(ConsistencyError, match="gathers them, so every context-parallel rank must read them"):
             logits.argmax()
     dist.barrier()
 
@@ -94,8 +94,8 @@ def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
 @pytest.mark.parametrize(
     ("model_type", "head", "changes", "words"),
     [
-        ("bart", "BartForConditionalGeneration", {"decoder_layerdrop": 0.25}, "layerdrop=0.25 leaves out blocks"),
-        ("vit", "ViTForImageClassification", {}, r"vit\.\S+ does not run over words"),
+        ("bart", "BartForConditionalGeneration", {"decoder_layerdrop": 0.25}, "layerdrop=0.25 skips blocks at random"),
+        ("vit", "ViTForImageClassification", {}, r"vit\.\S+ does not run over tokens"),
         ("led", "LEDForConditionalGeneration", {}, "longformer_self_attn: .*is invalid"),
         ("xlnet", "XLNetLMHeadModel", {}, "mems is made of rows"),
     ],
@@ -117,14 +117,14 @@ def test_a_length_that_tells_rows_apart_may_be_longer_than_the_model_takes() -> 
     sizes = {"hidden_size": 24, "num_layers": 2, "num_heads": 6, "vocab_size": 131, "max_position_embeddings": 8}
     config = GPTNeoConfig(attention_types=[[["global", "local"], 1]], bos_token_id=0, eos_token_id=0, **sizes)
     model = GPTNeoForCausalLM(config)
-    words = "context_parallel_size=4 does not fit GPTNeoForCausalLM: no length up to 8 tells rows from other sizes"
+    words = "context_parallel_size=4 does not fit GPTNeoForCausalLM: no sequence length up to 8 differs from all"
     with pytest.raises(ConfigError, match=words):
         plan_rows(model, find_policy(model), "", 4)
 
 
 def test_a_module_of_ones_own_does_not_fit() -> None:
     policy = find_policy(llama())
-    with pytest.raises(ConfigError, match="does not fit Linear: only Hugging Face models have a dry run"):
+    with pytest.raises(ConfigError, match="does not fit Linear: the model must be a Hugging Face model"):
         plan_rows(nn.Linear(2, 2), policy, "", 2)
 
 

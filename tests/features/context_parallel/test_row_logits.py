@@ -117,7 +117,7 @@ def test_sharded_weights_gather_no_logits() -> None:
     for _ in range(2):
         for each, optimizer in zip((plain, model), optimizers, strict=True):
             out = each(**batch)
-            assert each is plain or not out.logits.is_whole
+            assert each is plain or not out.logits.is_full
             out.loss.backward()
             optimizer.step()
             optimizer.zero_grad()

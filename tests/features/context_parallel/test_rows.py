@@ -53,7 +53,7 @@ def test_rows_of_a_mask_are_those_of_the_queries(zigzag: bool) -> None:
 def test_masks_without_a_row_for_each_query_are_refused() -> None:
     for mask, kind in ((torch.ones(2, 7), r"\[2, 7\]"), ("blocks", "str")):
         call: Any = SimpleNamespace(mask=mask, given={})
-        with pytest.raises(ConfigError, match=f"needs a mask of 4 dims; 'sdpa' attention has one of {kind}"):
+        with pytest.raises(ConfigError, match=f"requires a mask of 4 dims; 'sdpa' attention got {kind}"):
             _with_whole_keys(rows_layout(7, 2), 0, "sdpa", call, False)
 
 

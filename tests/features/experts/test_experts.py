@@ -122,8 +122,8 @@ def test_models_whose_experts_cannot_be_sharded_by_expert() -> None:
     with pytest.raises(ConfigError) as info:
         make_plan(toy(Mixture), read_user_policy(policy), 2, experts=2)
     assert str(info.value) == (
-        "expert_parallel_size: layers.0.experts (Experts) chooses its experts inside, it cannot be sharded by "
-        "expert. Leave it out: each expert is sharded instead."
+        "expert_parallel_size is not supported with layers.0.experts (Experts), which chooses its experts inside\n"
+        "  Remove it: then each expert is sharded."
     )
 
 

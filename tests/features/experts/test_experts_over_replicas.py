@@ -129,10 +129,9 @@ def test_distributed_data_parallel_leaves_experts_to_us(sizes: dict[str, int]) -
         DistributedDataParallel(outer, process_group=model.mpu.get_data_parallel_group())
     ep, tp = model.mpu.ep.size, model.mpu.tp.size
     assert str(info.value) == (
-        "DistributedDataParallel would average experts over all replicas: with expert_parallel_size="
-        f"{ep} above tensor_parallel_size={tp}\n  replicas hold different ones, inside.model.layers.0.mlp.experts."
-        "down_proj for instance. Wrap DistributedDataParallel around what\n  autopar.initialize returned itself, which "
-        "has told it to leave them out."
+        "DistributedDataParallel would average experts over all replicas, which hold different ones with "
+        f"expert_parallel_size={ep} above tensor_parallel_size={tp}: inside.model.layers.0.mlp.experts.down_proj\n"
+        "  Wrap the model that autopar.initialize returned in DistributedDataParallel, which then ignores experts."
     )
 
 

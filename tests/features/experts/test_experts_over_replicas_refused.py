@@ -44,9 +44,9 @@ def test_replicas_that_do_different_things_are_named(stage: int) -> None:
     with pytest.raises(ConsistencyError) as different, torch.set_grad_enabled(first):
         model.train(first)(input_ids=ids)
     assert str(different.value) == (
-        f"replicas share the experts of {type(model).__name__}, and do different things with it: rank 0 trains with "
-        "gradients,\n  rank 1 evaluates without gradients. Tokens of all of ranks [0, 1] meet in each layer: train and "
-        "evaluate\n  on all of them at the same time, with as many batches each."
+        f"replicas share the experts of {type(model).__name__} and must run in the same mode: rank 0 trains with "
+        "gradients, rank 1 evaluates without gradients\n  Train and evaluate on all of the ranks [0, 1] at the same "
+        "time, with equally many batches."
     )
     hurry(model)
     if first:
@@ -60,8 +60,8 @@ def test_the_load_of_experts_that_nobody_holds_whole() -> None:
     with pytest.raises(ConfigError) as info:
         autopar.expert_load(mixtral())
     assert str(info.value) == (
-        "expert_load: ranks do not hold whole experts of MixtralForCausalLM, so that no tokens are counted; "
-        "expert_parallel_size above 1 does that"
+        "expert_load: the experts of MixtralForCausalLM are not distributed over ranks, so no tokens are counted\n"
+        "  Set expert_parallel_size above 1."
     )
 
 
@@ -83,9 +83,9 @@ def test_hooks_on_experts_see_own_tokens_and_those_inside_are_refused() -> None:
     with pytest.raises(ConfigError) as info:
         model(input_ids=ids)
     assert "look (" in str(info.value) and str(info.value).endswith(
-        "on model.layers.1.mlp.experts.act_fn is inside of experts that ranks hold whole: it would see the tokens of "
-        "all of\n  ranks [0, 1] that chose this rank's, in another order. A hook on the experts sees this rank's "
-        "tokens;\n  autopar.local_hooks(module) is for what is here."
+        "on model.layers.1.mlp.experts.act_fn is inside distributed experts: it would see tokens of ranks [0, 1] in "
+        "another order\n  Put the hook on the experts, where it sees the tokens of this rank. "
+        "autopar.local_hooks(module) allows hooks\n  that support sharded tokens."
     )
     autopar.local_hooks(experts.act_fn)
     model(input_ids=ids)
@@ -199,6 +199,6 @@ def test_second_derivatives_go_through_experts_of_one_replica_alone() -> None:
         assert all(close(mine.grad, other.grad) for mine, other in pairs if other.grad is not None)
     model.mpu.destroy()
     model = autopar.initialize(copy.deepcopy(plain), {"ep": 4})
-    with pytest.raises(ConfigError, match="create_graph=True with experts that several replicas share"):
+    with pytest.raises(ConfigError, match="create_graph=True is not supported with experts that several replicas"):
         penalized(model, ids)
     model.mpu.destroy()

@@ -166,7 +166,7 @@ def test_a_router_runs_once_and_its_hooks_too() -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     assert calls == [(2, ids.shape[1], 5)] and mixture.seen == 1
     mixture.experts[model.mpu.ep.rank * 3].register_forward_hook(lambda *_: None)
-    with pytest.raises(ConfigError, match=r"(?s)is inside of experts that ranks hold whole: it would see"):
+    with pytest.raises(ConfigError, match="is inside distributed experts: it would see"):
         model(input_ids=ids)
     model.mpu.destroy()
 
@@ -228,13 +228,13 @@ def test_more_ranks_than_experts_and_what_cannot_lie_on_one_rank() -> None:
     rules["mlp.experts.gain?"] = "replicated"
     policy = {**LISTED, "blocks": {**LISTED["blocks"], "modules": rules}}
     single = nn.Parameter(torch.zeros(()))
-    assert "model.blocks.0.mlp.experts.2.gain is a single number" in _refused(
+    assert "experts.2.gain must be a floating-point weight of at least one dim, got a single number" in _refused(
         lambda: changed(lambda mlp: mlp.experts[2].register_parameter("gain", single)), policy
     )
-    assert "model.blocks.0.mlp.experts.2.norm normalises over the tokens of one expert" in _refused(
+    assert "model.blocks.0.mlp.experts.2.norm, which normalizes over the tokens of an expert" in _refused(
         lambda: changed(lambda mlp: mlp.experts[2].register_module("norm", nn.BatchNorm1d(4))), policy
     )
-    assert "holds gain beside 5 experts that are modules" in _refused(
+    assert "it has the parameter gain next to 5 experts" in _refused(
         lambda: changed(lambda mlp: mlp.experts.register_parameter("gain", nn.Parameter(torch.zeros(2)))), policy
     )
 
@@ -263,10 +263,10 @@ class Wide(nn.Module):
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("narrow", r"expert_parallel_size: 0 is given 8 features and gives its experts 4\."),
-        ("writes", r"expert_parallel_size: 0 writes into the \[3, 8\] that it has given to expert 1 before"),
-        ("keyword", r"expert_parallel_size: 0 gives its experts 1 arguments, and only one tensor"),
-        ("turns", r"expert_parallel_size: 0 calls its experts in another way when its forward is run again"),
+        ("narrow", r"with 0: expected 8 features, as in its input, for its experts, got 4"),
+        ("writes", r"with 0: it changes the input \[3, 8\] of expert 1 in place"),
+        ("keyword", r"with 0: it must call its experts with one positional tensor"),
+        ("turns", r"with 0: it must call its experts the same way when its forward runs twice"),
     ],
 )
 @pooled(world_size=2)

@@ -161,17 +161,17 @@ def test_an_mlp_as_in_megatron() -> None:
 def test_what_cannot_be_built_says_why() -> None:
     mpu = MPU(tensor_parallel_size=2)
     for wrong, text in [
-        (lambda: ColumnParallelLinear(4, 4), "ColumnParallelLinear needs group=, a torch ProcessGroup or an MPU"),
+        (lambda: ColumnParallelLinear(4, 4), "ColumnParallelLinear requires group=, a torch ProcessGroup or an MPU"),
         (lambda: ColumnParallelLinear(4, 1, group=mpu), "output_size=1 has 1 unit of 1 x 1 features, which cannot"),
-        (lambda: RowParallelLinear(6, 4, unit=4, group=mpu), "input_size=6 does not divide into 1 x units of 4"),
-        (lambda: VocabParallelEmbedding(4, 4, padding_idx=4, group=mpu), "padding_idx=4 lies outside of num_embedd"),
+        (lambda: RowParallelLinear(6, 4, unit=4, group=mpu), "input_size=6 must be divisible into 1 x units of 4"),
+        (lambda: VocabParallelEmbedding(4, 4, padding_idx=4, group=mpu), "padding_idx=4 must be less than num_embedd"),
     ]:
         with pytest.raises(ConfigError, match=text):
             wrong()
     layer = ColumnParallelLinear(4, 4, bias=False, group=mpu)
     with pytest.raises(CheckpointError, match="missing weight; unexpected wheel"):
         load_full_state_dict(layer, {"wheel": torch.ones(4, 4)})
-    with pytest.raises(CheckpointError, match=r"weight has shape \[2, 4\], the full one of the model has \[4, 4\]"):
+    with pytest.raises(CheckpointError, match=r"weight: expected the full shape \[4, 4\], got \[2, 4\]"):
         load_full_state_dict(layer, layer.state_dict())
     torch.manual_seed(dist.get_rank())
     with pytest.raises(ConsistencyError, match=r"random states of the ranks \[0, 1\] differ: they would draw"):

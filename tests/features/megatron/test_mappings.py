@@ -95,7 +95,7 @@ def test_gather_of_uneven_shards_needs_the_whole_size(transport):
     y, grad = run(lambda x: gather_from_tensor_model_parallel_region(x, mpu, size=6), full[:, low:high], full + t)
     same(y, full)
     same(grad, (full + t)[:, low:high])
-    with pytest.raises(ConfigError, match=f"dim -1 has 5 elements on rank {t} of 4, its shard of 6 has {high - low}"):
+    with pytest.raises(ConfigError, match=f"expected {high - low} of 6 elements in dim -1 on rank {t} of 4, got 5"):
         gather_from_tensor_model_parallel_region(torch.ones(2, 5), mpu, size=6)
 
 
@@ -165,11 +165,11 @@ def test_sizes_that_do_not_divide_are_the_same_error_on_every_rank(transport):
         (lambda x, group: all_to_all(group, x), "dim 0 (without output_split_sizes)"),
         (lambda x, group: group.scatter(x), "dim -1"),
     ]:
-        with raises_everywhere(ConfigError, f"{what} of size 6 does not divide over 4 ranks"):
+        with raises_everywhere(ConfigError, f"{what} of size 6 must be divisible by 4 ranks"):
             function(x, mpu)
-    with raises_everywhere(ConfigError, "input_split_sizes [1, 2, 3, 1] are 7 rows, dim 0 has 6"):
+    with raises_everywhere(ConfigError, "must add up to the 6 rows of dim 0, got [1, 2, 3, 1] with sum 7"):
         all_to_all(mpu, x, [1, 2, 3, 0], [1, 2, 3, 1])
-    with raises_everywhere(ConfigError, "output_split_sizes has 3 entries for 4 ranks: [1, 2, 3]"):
+    with raises_everywhere(ConfigError, "output_split_sizes must have 4 entries, one per rank, got [1, 2, 3]"):
         all_to_all(mpu, x, [1, 2, 3], [1, 2, 3, 0])
 
 

@@ -187,8 +187,7 @@ def test_what_is_not_megatrons_is_named() -> None:
         return lambda iterator, model: (model(**next(iterator)), lambda outputs: value)
 
     raises(
-        "loss_func must return (loss, what is reported) or (sum of losses, number of tokens, what is reported), "
-        "not Tensor",
+        "loss_func must return (loss, report) or (sum of losses, number of tokens, report), got Tensor",
         forward_step_func=returning(torch.ones(())),
     )
     raises("forward_step_func must return (outputs, loss_func), not", forward_step_func=lambda i, m: m(**next(i)))

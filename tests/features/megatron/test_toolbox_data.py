@@ -116,7 +116,7 @@ def test_flat_chunks_of_a_tensor_and_back():
     flat = gather_split_1d_tensor(torch.ones(2, 4) * rank, mpu)
     base = rank - rank % 2
     assert flat.tolist() == [base] * 8 + [base + 1] * 8
-    with raises_everywhere(ConfigError, "flat tensor of size 9 does not divide over 2 ranks"):
+    with raises_everywhere(ConfigError, "flat tensor of size 9 must be divisible by 2 ranks"):
         split_tensor_into_1d_equal_chunks(torch.ones(3, 3), mpu)
 
 
@@ -130,7 +130,7 @@ def test_split_along_the_last_dim():
     assert all(copy.is_contiguous() for copy in copies) and torch.equal(copies[1], views[1])
     assert [part.shape for part in split_tensor_along_last_dim(torch.ones(2, 0), 3)] == [(2, 0)] * 3
     for parts in (3, 0):
-        with pytest.raises(ConfigError, match=f"last dim of size 4 does not divide into {parts} partitions"):
+        with pytest.raises(ConfigError, match=f"last dim of size 4 must be divisible into {parts} partitions"):
             split_tensor_along_last_dim(x, parts)
 
 

@@ -183,17 +183,17 @@ def test_wrong_arguments_are_the_same_error_on_every_rank(transport):
         # Only rank 3 has another width than its share: it must not be the only one to know.
         (
             {"vocab_size": 11},
-            "logits have [3, 3, 3, 3] columns on the ranks, the shares of vocab_size=11 are [3, 3, 3, 2]",
+            "expected logits with [3, 3, 3, 2] columns on the ranks for vocab_size=11, got [3, 3, 3, 3]",
         ),
-        ({"vocab_size": 13}, "the shares of vocab_size=13 are [4, 3, 3, 3]"),
+        ({"vocab_size": 13}, "expected logits with [4, 3, 3, 3] columns on the ranks for vocab_size=13"),
         ({"target": target[0]}, "target of shape [3] does not fit logits of shape [2, 3, 3]"),
-        ({"target": target.float()}, "target must hold class indices (int64 or int32), not torch.float32"),
+        ({"target": target.float()}, "target must hold class indices (int64 or int32), got torch.float32"),
         (
             {"logits": logits.long()},
-            "logits must be floating point of shape [..., vocab/tp], not torch.int64 [2, 3, 3]",
+            "logits must be floating point of shape [..., vocab/tp], got torch.int64 [2, 3, 3]",
         ),
-        ({"label_smoothing": 1.5}, "label_smoothing must be between 0 and 1, not 1.5"),
-        ({"reduction": "avg"}, "reduction must be 'none', 'mean' or 'sum', not 'avg'"),
+        ({"label_smoothing": 1.5}, "label_smoothing must be between 0 and 1, got 1.5"),
+        ({"reduction": "avg"}, "reduction must be 'none', 'mean' or 'sum', got 'avg'"),
         ({"group": None}, "group must be a torch ProcessGroup or an MPU, got NoneType"),
     ]:
         with raises_everywhere(ConfigError, text):

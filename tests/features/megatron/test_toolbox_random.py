@@ -85,9 +85,9 @@ def test_a_fork_ends_after_an_exception():
 
 def test_names_and_seeds_are_unique_and_unknown_names_are_errors():
     tracker = tracker_of(alpha=2)
-    with pytest.raises(ConfigError, match=r"random stream 'alpha' exists already \(seed 2\)"):
+    with pytest.raises(ConfigError, match=r"random stream 'alpha' already exists \(seed 2\)"):
         tracker.add("alpha", 5)
-    with pytest.raises(ConfigError, match="random stream 'beta': seed 2 is that of stream 'alpha' already"):
+    with pytest.raises(ConfigError, match="random stream 'beta': seed 2 is already used by stream 'alpha'"):
         tracker.add("beta", 2)
     before = torch.get_rng_state()
     unknown = r"no random stream 'alpa'; there is 'alpha'\. Did you mean 'alpha'\?"
@@ -95,7 +95,7 @@ def test_names_and_seeds_are_unique_and_unknown_names_are_errors():
         pass
     assert torch.equal(torch.get_rng_state(), before)
     tracker.reset()
-    with pytest.raises(ConfigError, match="'model-parallel-rng'; there is none: call manual_seed"), tracker.fork():
+    with pytest.raises(ConfigError, match="'model-parallel-rng'; there is no stream: call manual_seed"), tracker.fork():
         pass
     tracker.add("beta", 2)  # name and seed are free again
 
@@ -114,7 +114,7 @@ def test_states_go_round():
         other.set_states(source)
         with other.fork("a"):
             assert torch.equal(torch.rand(4), wanted)
-    with pytest.raises(ConfigError, match="seed 3 is that of stream 'b' already"):
+    with pytest.raises(ConfigError, match="seed 3 is already used by stream 'b'"):
         other.add("c", 3)
     with tracker.fork("a"):
         torch.rand(50)
@@ -131,7 +131,7 @@ def test_seeds_of_the_two_streams():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     t = dist.get_rank() % 4
     assert mpu.random_tracker is None
-    with pytest.raises(ConfigError, match="MPU has no random state tracker: call manual_seed"):
+    with pytest.raises(ConfigError, match=r"MPU has no random state tracker\n  Call manual_seed"):
         get_cuda_rng_tracker(mpu)
     for seed, function in ((1234, manual_seed), (7, model_parallel_cuda_manual_seed)):
         tracker = function(seed, mpu)

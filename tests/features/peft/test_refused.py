@@ -17,7 +17,7 @@ _LINEAR = ["q_proj", "o_proj"]
 METHODS = {
     "DoRA and dropout": (
         lambda: peft.LoraConfig(target_modules=_LINEAR, use_dora=True, lora_dropout=0.1),
-        r"lora_dropout of adapter 'default' \(at .*q_proj\), a DoRA",
+        r"lora_dropout of the DoRA adapter 'default' \(at .*q_proj\)",
     ),
     "aLoRA": (
         lambda: peft.LoraConfig(target_modules=_LINEAR, alora_invocation_tokens=[1], task_type="CAUSAL_LM"),
@@ -48,7 +48,7 @@ def test_other_methods_are_refused_by_name_over_tensor_parallel_ranks(name: str)
     model = peft.get_peft_model(llama(), config())
     names = list(model.state_dict())
     policy = find_policy(model)
-    with pytest.raises(ConfigError, match=rf"tensor_parallel_size=2 does not go together with {text}(.|\n)*LoRA"):
+    with pytest.raises(ConfigError, match=rf"tensor_parallel_size=2 is not supported with {text}(.|\n)*LoRA"):
         make_plan(model, policy, 2)
     make_plan(model, policy, 1)  # one rank computes what PEFT has
     assert list(model.state_dict()) == names
@@ -57,7 +57,7 @@ def test_other_methods_are_refused_by_name_over_tensor_parallel_ranks(name: str)
 @pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
 def test_prompts_are_refused_through_stages(config: Any):
     model = peft.get_peft_model(llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 does not go together with PEFT's P"):
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 is not supported with PEFT's P"):
         make_stages(model, find_policy(model), 2)
 
 

@@ -88,7 +88,7 @@ def test_formats_that_are_refused(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         write(tmp_path)
     dist.barrier()
-    instead = "Load the weights that were quantized: BitsAndBytesConfig and TorchAoConfig quantize them for autopar."
+    instead = "Load the original weights, and quantize them with BitsAndBytesConfig or TorchAoConfig."
     for method in ("gptq", "awq", "hqq", "quanto"):
         if dist.get_rank() == 0:
             say(tmp_path, {"quant_method": method, "bits": 4})
@@ -104,8 +104,8 @@ def test_formats_that_are_refused(tmp_path: Path) -> None:
     for settings, advice in (
         (GPTQConfig(bits=4), instead),
         (AwqConfig(), instead),
-        (FineGrainedFP8Config(), "quantization_config=FineGrainedFP8Config(dequantize=True)) makes plain weights of"),
-        (Mxfp4Config(), "quantization_config=Mxfp4Config(dequantize=True)) makes plain weights of them."),
+        (FineGrainedFP8Config(), "quantization_config=FineGrainedFP8Config(dequantize=True))."),
+        (Mxfp4Config(), "quantization_config=Mxfp4Config(dequantize=True))."),
     ):
         for mesh in ({"tp": 2}, {"pp": 2}, {}):
             model = FAMILIES["llama"][0].from_pretrained(tmp_path)

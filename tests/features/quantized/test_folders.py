@@ -121,7 +121,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     for change, said in (
         ({f"{name}.absmax": None, f"{name}.quant_map": None}, f"does not hold {name} as bitsandbytes nf4"),
-        ({f"{name}.absmax": torch.zeros(7, dtype=torch.uint8)}, "weight.absmax has shape [7], a weight of [320, 192]"),
+        ({f"{name}.absmax": torch.zeros(7, dtype=torch.uint8)}, "for a weight of [320, 192], got [7]"),
     ):
         if dist.get_rank() == 0:
             files = load_file(tmp_path / FILE)

@@ -246,7 +246,7 @@ def test_sizes_that_do_not_fit() -> None:
         make_plan(model, find_policy(model), 2)
     assert str(error.value) == (
         "tensor_parallel_size=2 does not fit self_attn.o_proj: its weight (bitsandbytes nf4) has blocks of 64 inputs, "
-        "and ranks would hold [96, 96] of 192.\n  Sizes that fit this layer: 1, 3."
+        "and ranks would hold [96, 96] of 192.\n  Use a size that fits this layer: 1, 3."
     )
     assert isinstance(layer.o_proj, nn.Linear)
 
@@ -268,6 +268,6 @@ def check_region(form: str) -> None:
 def test_layers_inside_a_region() -> None:
     check_region("nf4")
     text = "does not fit mlp.down_proj.weight: its weight (bitsandbytes int8) is 'sharded' inside a region, where ranks"
-    sizes = "would hold [160, 160] of 320 inputs, and its layer quantizes them with one scale for all (policy dict:bloc"
-    with raises_everywhere(ConfigError, text, sizes, "Make it a 'row', quantize it in 4 bits, or leave it out of the"):
+    sizes = "would hold [160, 160] of 320 inputs with one scale (policy dict:bloc"
+    with raises_everywhere(ConfigError, text, sizes, "Use a 'row' rule, quantize it in 4 bits, or exclude it from"):
         check_region("int8")

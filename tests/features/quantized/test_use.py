@@ -55,7 +55,7 @@ def test_weights_are_not_packed_and_go_on_training(config: dict[str, Any]) -> No
 @pooled(world_size=2)
 def test_merged_adapters() -> None:
     plain, model = adapted("nf4"), autopar.initialize(adapted("nf4"), {"tp": 2})
-    with raises_everywhere(ConfigError, "deparallelize(model).merge_and_unload(...)", "this is the only way: merge_ch"):
+    with raises_everywhere(ConfigError, "deparallelize(model).merge_and_unload(...)", "on the full model."):
         model.merge_and_unload()
     plain.merge_adapter(), model.merge_adapter()
     close(model(IDS).logits[:], plain(IDS).logits, "logits")
@@ -93,11 +93,11 @@ def test_sizes_are_those_of_the_weights() -> None:
     assert f"this rank: {held:,} parameters, 0." in text
     name = "model.layers.0.mlp.up_proj.weight"
     with raises_everywhere(
-        ConfigError, f"full_params: {name} is quantized (bitsandbytes nf4): its layer holds bytes of it"
+        ConfigError, f"full_params is not supported with quantized weights, got {name} (bitsandbytes nf4)"
     ):
         autopar.full_params(model, name).__enter__()
     with raises_everywhere(
-        ConfigError, f"full_tensor: {name} is quantized (bitsandbytes nf4): its layer holds bytes of it"
+        ConfigError, f"full_tensor is not supported with quantized weights, got {name} (bitsandbytes nf4)"
     ):
         autopar.full_tensor(model.model.layers[0].mlp.up_proj.weight)
     assert isinstance(model.lm_head, nn.Linear) and autopar.full_tensor(model.lm_head.weight).shape == (131, 192)
@@ -109,8 +109,8 @@ def test_a_packed_weight_is_refused() -> None:
     state.packing_format_for_cpu = True  # as on a CPU that has AVX512-BF16
     with pytest.raises(ConfigError) as caught, as_plain(model):
         pass
-    assert str(caught.value).startswith("a Linear4bit was evaluated, and bitsandbytes has packed its weight for this ")
-    assert "Load the model again, and give it to initialize before it is evaluated" in str(caught.value)
+    assert str(caught.value).startswith("a Linear4bit must not be evaluated before initialize, since bitsandbytes")
+    assert "Load the model again, and call autopar.initialize before evaluating it" in str(caught.value)
 
 
 def test_quantized_weights_do_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ def test_ranks_with_other_hooks_are_named() -> None:
     model = autopar.initialize(llama(), {"tp": 2})
     if dist.get_rank() == 0:
         handle = model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
-    with raises_everywhere(ConsistencyError, "hooks that see whole tensors", "forward on model.layers.0.mlp.up_proj"):
+    with raises_everywhere(ConsistencyError, "hooks that see full tensors", "forward on model.layers.0.mlp.up_proj"):
         model(**language_batches(131)[0])
     if dist.get_rank() == 0:
         handle.remove()
@@ -274,7 +274,7 @@ def test_what_a_hook_writes_into_counts(config: Any) -> None:
     close(losses[1], losses[0], "loss")
     assert abs(losses[0] - plain(**language_batches(131)[0]).loss) > 1e-3
     handle = model.model.layers[0].mlp.down_proj.register_forward_hook(write)
-    with raises_everywhere(ConfigError, "the hook write", "writes into what its module was given", "forward pre-hook"):
+    with raises_everywhere(ConfigError, "the hook write", "must not change its module's sharded", "forward pre-hook"):
         model(**language_batches(131)[0])
     handle.remove()
 

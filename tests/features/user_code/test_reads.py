@@ -17,7 +17,7 @@ from torch import nn
 import autopar
 from autopar.checkpoint import ShardedDict
 from autopar.errors import ConfigError
-from autopar.features.user_code.reads import Part, ShardedParameter, unwatch
+from autopar.features.user_code.reads import ShardedParameter, ShardedTensor, unwatch
 from tests.features.user_code import techniques
 from tests.features.user_code.techniques import IDS, NOTICED, head
 from tests.pool import pooled
@@ -71,7 +71,7 @@ def test_each_line_is_told_once() -> None:
         f"norm of lm_head.weight sees the shard of tensor-parallel rank {rank}: shape {rows} of (131, 24), {held} of"
     )
     assert texts[0].startswith(start)
-    assert 'with autopar.full_params(model, "lm_head.weight"): it and its gradient are full' in texts[0]
+    assert '`with autopar.full_params(model, "lm_head.weight"):`, inside which it and its gradient are' in texts[0]
     assert "autopar.full_tensor(parameter)" in texts[0] and "get_total_norm" in texts[0]
 
 
@@ -172,7 +172,7 @@ def test_what_is_saved_is_plain_and_told(tmp_path: Path) -> None:
     model = trained()
     with silent():
         kept = {"data": head(model).data, "half": head(model).detach() * 0.5, "parameter": head(model)}
-        assert type(kept["half"]) is Part and repr(kept["half"]).startswith("tensor(")
+        assert type(kept["half"]) is ShardedTensor and repr(kept["half"]).startswith("tensor(")
     file = io.BytesIO()
     with pytest.warns(autopar.ShardWarning, match=r"torch.save or pickle of values of lm_head.weight sees the shard"):
         torch.save(kept, file)
@@ -187,7 +187,7 @@ def test_what_is_saved_is_plain_and_told(tmp_path: Path) -> None:
         assert len(found) == 1 and "state_dict() is written to a file" in str(found[0].message)
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         assert all(type(tensor) is torch.Tensor for tensor in loaded["model"].values())
-        assert type(copy.deepcopy(kept["half"])) is Part
+        assert type(copy.deepcopy(kept["half"])) is ShardedTensor
         assert type(copy.copy(kept["half"])) is torch.Tensor
         own = nn.Parameter(head(model).detach() * 2)
         assert type(own) is nn.Parameter and own.is_leaf and own.requires_grad

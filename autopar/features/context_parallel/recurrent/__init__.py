@@ -1,1 +1,1 @@
-"""Recurrences and convolutions over local sequences: which modules continue from states, and how states are passed."""
+"""Recurrences and convolutions over sharded sequences: find modules that continue from states, and pass states."""

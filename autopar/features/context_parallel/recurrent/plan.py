@@ -1,9 +1,9 @@
-"""The modules that continue from a state as if their rows were full, found by a trial on small numbers.
+"""Find the modules that compute the same from states as from the full sequence, by a trial on small numbers.
 
-A module that takes a cache may keep in it all that later rows need of earlier ones, or some of it: many a scan begins
-at zero when it has several rows. So a copy of the module with random weights runs over a few rows at once, and in
-pieces, each with the states of the piece before. Outputs and every gradient must be equal, and each state has to
-matter: without it they must differ. A module that passes needs only states.
+The cache of a module may hold everything that later rows need from earlier rows, or only a part: some scans start at
+zero when they get several rows. So a copy of the module with random weights runs once over a few rows at once, and once
+over pieces of them, each with the states of the previous piece. Outputs and all gradients must be equal, and must
+differ without any one of the states. A module that passes this trial needs only states from the previous rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.features.context_parallel.recurrent.state_passing import (
     with_states,
 )
 from autopar.features.context_parallel.setup import undo
-from autopar.features.context_parallel.state import RowPlan, WholeModule
+from autopar.features.context_parallel.state import GatheredModule, RowPlan
 from autopar.layout import Block, Layout
 from autopar.swap import argument_names, change_given
 from autopar.tensor_tracking import tensors_in
@@ -40,15 +40,15 @@ from autopar.tensor_tracking import tensors_in
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a module, with all rows."""
 
-_PIECES = (2, 2, 7)  # rows: fewer than a convolution looks back, and more
+_PIECES = (2, 2, 7)  # rows per piece: fewer and more than the kernel of a convolution
 ROWS, BATCH = sum(_PIECES), 1
-_CLOSE, _FAR = 1e-4, 1e-3  # parts of the largest number
+_CLOSE, _FAR = 1e-4, 1e-3  # relative to the largest number
 
 
-def goes_on(module: nn.Module, how: HandedStates, call: Call, where: WholeModule) -> bool:
-    """Return whether ``module`` computes the same, with gradients, of rows in pieces as of all of ``call`` at once.
+def is_exact_in_pieces(module: nn.Module, how: HandedStates, call: Call, where: GatheredModule) -> bool:
+    """Return whether ``module`` computes the same values and gradients from pieces as from all rows of ``call``.
 
-    Without one of the states that ``how`` describes it must compute something else.
+    Without any one of the states that ``how`` describes, the result must differ.
     """
     keys: set[Key] = set()
     try:
@@ -64,13 +64,13 @@ def goes_on(module: nn.Module, how: HandedStates, call: Call, where: WholeModule
                         return False
                 without = [_in_pieces(module, how, each, where, set(), dropped=key) for key in keys]
             return bool(keys) and all(_difference(expected, each) > _FAR for each in without)
-    except Exception:  # it needs more than states, or returns another value than rows
+    except Exception:  # it needs more than states, or returns a value without rows
         return False
 
 
 @contextmanager
 def _plain_functions(module: nn.Module) -> Iterator[None]:
-    """Let the module's file have its own functions inside, not kernels of GPUs that decorators put in their place."""
+    """Use the plain functions of the module's file inside, not the GPU kernels that decorators put in their place."""
     names = vars(sys.modules[inspect.unwrap(type(module).forward).__module__])
     kernels = {name: each for name, each in names.items() if inspect.isfunction(each) and hasattr(each, "__wrapped__")}
     names.update({name: inspect.unwrap(each) for name, each in kernels.items()})
@@ -81,7 +81,7 @@ def _plain_functions(module: nn.Module) -> Iterator[None]:
 
 
 def _with_padding(module: nn.Module, call: Call) -> Call:
-    """Return ``call`` with padding on the left, where the module takes a mask."""
+    """Return ``call`` with left padding in the mask arguments of the module."""
     padding, names = torch.ones(BATCH, ROWS, dtype=torch.long), argument_names(module)
     padding[:, :3] = 0
     args, kwargs = change_given(module, *call, lambda name, x: padding if x is None and "mask" in name else x)
@@ -89,16 +89,16 @@ def _with_padding(module: nn.Module, call: Call) -> Call:
     return args, {**dict.fromkeys(masks, padding), **kwargs}
 
 
-def _at_once(module: nn.Module, call: Call, where: WholeModule) -> list[torch.Tensor]:
-    """Return the outputs, followed by gradients where they are on."""
+def _at_once(module: nn.Module, call: Call, where: GatheredModule) -> list[torch.Tensor]:
+    """Return the outputs of a single call, followed by gradients if they are enabled."""
     call = _leaves(call)
     return _with_gradients(module, call, _outputs(module(*call[0], **call[1]), where))
 
 
 def _in_pieces(
-    module: nn.Module, how: HandedStates, call: Call, where: WholeModule, keys: set[Key], dropped: Key | None = None
+    module: nn.Module, how: HandedStates, call: Call, where: GatheredModule, keys: set[Key], dropped: Key | None = None
 ) -> list[torch.Tensor]:
-    """Return the same of pieces; ``keys`` is filled with their states, of which ``dropped`` is not passed on."""
+    """Run in pieces; add the keys of passed states to ``keys``, and replace the ``dropped`` state by zeros."""
     call, ends = _leaves(call), list(itertools.accumulate(_PIECES))
     layout = Layout.of(1, [Block("row", ends[-1], 1, tuple(zip([0, *ends], ends, strict=False)))])
     pieces, before, ties = [], None, Counter[str]()
@@ -108,22 +108,22 @@ def _in_pieces(
         args, kwargs = with_states(module, values, how, states)
         pieces.append(_outputs(module(*args, **kwargs), where))
         if states.left:
-            raise ValueError(f"{list(states.left)} of the piece before are not taken")
+            raise ValueError(f"{list(states.left)} of the previous piece are not used")
         keys.update(states.given)
         before = states
     dims = where.outputs.values()
     made = [torch.cat(parts, dim) for parts, dim in zip(zip(*pieces, strict=True), dims, strict=True)]
     found = _with_gradients(module, call, made)
     if ties["made"] != ties["seen"]:
-        raise ValueError("rows that were put in front of others are not used")
+        raise ValueError("rows of the previous piece are not used")
     return found
 
 
 class _StatesOfPiece(States):
-    """States of the piece before, and for the next piece, in one graph.
+    """The states from the previous piece and for the next piece, in one graph.
 
     Attributes:
-        ties: Numbers of tensors that are tied to states (``made``), and of those that had a gradient (``seen``).
+        ties: Number of tensors tied to states (``made``), and number of these that got a gradient (``seen``).
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class _StatesOfPiece(States):
         self.ties, self.dropped = ties, dropped
 
     def take(self, key: Key) -> torch.Tensor:
-        """Return a state, once."""
+        """Return a state and remove it."""
         state = self.left.pop(key)
         return torch.zeros_like(state) if key == self.dropped else state
 
     def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Keep a state; ranks receive gradients in the reverse order, those of recurrences last."""
+        """Keep a state; ranks receive gradients in reverse order, so recurrent states must come last."""
         if key in self.given or (through is not None and any(kind == "recurrent" for kind, _ in self.given)):
-            raise ValueError(f"{key} is handed on a second time, or after a recurrence")
+            raise ValueError(f"{key} is passed a second time, or after a recurrent state")
         self.given[key] = state
         if through is not None and through.requires_grad:
             through = through.view_as(through)
@@ -152,7 +152,7 @@ class _StatesOfPiece(States):
 
 
 def _leaves(call: Call) -> Call:
-    """Return copies of the arguments as leaves that require gradients, where these are on."""
+    """Return copies of the arguments as leaves; they require gradients if gradients are enabled."""
 
     def leaf(x: torch.Tensor) -> torch.Tensor:
         return x.detach().requires_grad_(x.is_floating_point() and torch.is_grad_enabled())
@@ -161,11 +161,11 @@ def _leaves(call: Call) -> Call:
     return args, kwargs
 
 
-def _outputs(out: Any, where: WholeModule) -> list[torch.Tensor]:
-    """Return the tensors in the output of a module, all of which have rows."""
+def _outputs(out: Any, where: GatheredModule) -> list[torch.Tensor]:
+    """Return the tensors in the output of a module, all of which must have rows."""
     leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(out)[0] if isinstance(x, torch.Tensor)]
     if [name for name, _ in leaves] != list(where.outputs):
-        raise ValueError(f"it returns {[name for name, _ in leaves]}, and rows in {list(where.outputs)}")
+        raise ValueError(f"expected outputs {list(where.outputs)}, got {[name for name, _ in leaves]}")
     return [x for _, x in leaves]
 
 
@@ -181,23 +181,25 @@ def _with_gradients(module: nn.Module, call: Call, outputs: list[torch.Tensor]) 
 
 
 def _difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
-    """Return the largest difference, relative to the largest number of its tensor."""
+    """Return the largest difference, relative to the largest value of its tensor."""
     pairs = zip(expected, found, strict=True)
     parts = [float(((a - b).abs().max() / a.abs().max().clamp(min=1e-6)).detach()) for a, b in pairs]
     return max(parts) if all(part == part for part in parts) else float("inf")
 
 
-_WAYS = ((1, True), (0, True), (0, False))  # spare rows of convolutions, and whether these are apart: the least first
-_LARGE = 1 << 16  # elements of a weight that is not made
-_CHUNK = 4  # rows that scans take at a time: few rows are several chunks
+_WAYS = ((1, True), (0, True), (0, False))  # (spare, apart) of HandedStates, cheapest first
+_LARGE = 1 << 16  # number of weight elements from which on no weight is made
+_CHUNK = 4  # chunk size of scans, small so that few rows make several chunks
 
 
 def hand_on_states(
     model: nn.Module, copied: nn.Module, plan: RowPlan, calls: Mapping[str, Call], rows: int, batch: int
 ) -> None:
-    """Let modules of ``plan`` pass their states on, where they compute the same then. ``model`` is only read.
+    """Let modules of ``plan`` pass states if they then compute the same result; ``model`` stays unchanged.
 
-    ``copied``: its copy without memory, which has run with ``calls``, of ``rows`` rows and ``batch`` sequences.
+    Args:
+        copied: Copy of the model on the meta device, which has run with ``calls``.
+        calls: Path of a module -> arguments of its call, with ``batch`` sequences of ``rows`` rows.
     """
     undo(copied)
     known: dict[Any, HandedStates | None] = {}
@@ -213,9 +215,9 @@ def hand_on_states(
 
 
 def _states_of(
-    model: Any, module: nn.Module, like: nn.Module, where: WholeModule, call: Call, rows: int, batch: int
+    model: Any, module: nn.Module, like: nn.Module, where: GatheredModule, call: Call, rows: int, batch: int
 ) -> HandedStates | None:
-    """Return the states that a module passes from rank to rank; None if it needs all rows."""
+    """Return the states that a module passes from rank to rank; None if it needs full sequences."""
     forward = inspect.signature(inspect.unwrap(type(like).forward))
     caches = [name for name, each in forward.parameters.items() if "Cache" in str(each.annotation)]
     if len(caches) != 1 or not where.inputs or any(times != 1 for times in where.folded.values()):
@@ -229,14 +231,14 @@ def _states_of(
         numbers = _numbers(made, call, where, rows, batch, words)
     except Exception:  # weights of an unknown kind
         return None
-    return next((how for how in ways if goes_on(made, how, numbers, where)), None)
+    return next((how for how in ways if is_exact_in_pieces(made, how, numbers, where)), None)
 
 
-# -- numbers -------------------------------------------------------------------------------------------------------
+# -- weights and arguments of the trial ----------------------------------------------------------------------------
 
 
 def _filled(model: Any, module: nn.Module, like: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` on the CPU with random weights; buffers have its values, or those of a new model."""
+    """Return a copy of ``module`` on the CPU with random weights; buffers keep their values in ``module``."""
     made, numbers = copy.deepcopy(like).to_empty(device="cpu").float(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for each in made.modules():
@@ -259,9 +261,9 @@ def _filled(model: Any, module: nn.Module, like: nn.Module) -> nn.Module:
 
 
 class _OneNumberEach:
-    """The forward of a large layer, ``[..., in] -> [..., out]``, whose weight has one number in each row.
+    """The forward of a large layer, ``[..., in] -> [..., out]``, with one nonzero weight per output.
 
-    It treats rows apart with any weight; memory and time of a full one are the only ones that count here.
+    It saves memory and time; for the trial it matters only that the layer treats rows separately.
     """
 
     def __init__(self, layer: nn.Linear, numbers: torch.Generator) -> None:
@@ -272,8 +274,8 @@ class _OneNumberEach:
         return x.index_select(-1, self.place) * self.factor
 
 
-def _numbers(module: nn.Module, call: Call, where: WholeModule, rows: int, batch: int, words: int) -> Call:
-    """Return random arguments of the kind of ``call``, without masks of padding."""
+def _numbers(module: nn.Module, call: Call, where: GatheredModule, rows: int, batch: int, words: int) -> Call:
+    """Return random arguments shaped like ``call``, without padding masks."""
     numbers, names = torch.Generator().manual_seed(1), argument_names(module)
 
     def number(path: Any, x: Any) -> Any:

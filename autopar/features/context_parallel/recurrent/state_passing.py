@@ -1,14 +1,13 @@
-"""State passing: recurrences and convolutions continue from the states of the rank before.
+"""State passing: recurrences and convolutions continue from the states of the previous rank.
 
-A module that takes a cache keeps in it what later rows need of earlier ones: the state of a recurrence, and the last
-rows that a convolution saw. So each rank runs the module over its own rows with a cache that holds the states of the
-rank before, and sends those of its last row to the next rank. Running the module shows whether it continues from a
-state as if its rows were full (:mod:`autopar.features.context_parallel.recurrent.plan`).
+The cache of a module holds what later rows need from earlier rows: the state of a recurrence, and the last rows of a
+convolution. So each rank runs the module over its local rows, with a cache that holds the states of the previous rank,
+and sends the states after its last row to the next rank. A trial has shown that the module then computes the same as
+from the full sequence (:mod:`autopar.features.context_parallel.recurrent.plan`).
 
-States go down the axis in the forward, their gradients up in the backward, message by message in one order: autograd
-runs what it has recorded in the reverse order. Messages that go one way make no ring, so no two ranks wait for each
-other: a rank sends without waiting, and earlier ranks may be some modules ahead. Shapes travel once for each kind of
-call.
+States go down the axis in the forward pass. Their gradients go up the axis in the backward pass, in the reverse order,
+as autograd runs. All messages of a pass go in one direction, so ranks cannot deadlock: a rank sends without waiting,
+and earlier ranks may be a few modules ahead. Shapes are sent once per kind of call.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from autopar.swap import NotCopied, argument_names
 Key = tuple[str, int]
 """The kind of a state, ``conv`` or ``recurrent``, and its number in the module."""
 _UNTOUCHED = object()
-"""The rows before, for code that asks whether there are any."""
+"""Placeholder for the rows before, for code that only checks whether rows exist."""
 
 
 @dataclass(frozen=True)
 class HandedStates(NotCopied):
-    """The states that a module passes on.
+    """The states that a module passes to the next rank.
 
     Attributes:
-        argument: Argument of its forward that is a cache.
-        spare: Rows at the front of a convolution's state that nothing reads.
-        apart: True if rows of a convolution are put before other rows where these are added, and are read nowhere
-            else: then they are exchanged there, and no rank waits for the rank before to have received its rows.
+        argument: Name of the cache argument of its forward.
+        spare: Number of unused rows at the front of a convolution's state.
+        apart: True if the module uses the rows of a convolution only by concatenating them with new rows. Then they are
+            exchanged at this point, and a rank can send its rows before it receives the earlier ones.
         others: Arguments without rows in the dry run.
     """
 
@@ -64,56 +63,56 @@ class HandedStates(NotCopied):
 
 
 class States:
-    """A stand-in for the cache in one forward of a module over some rows; ``first``: no rows are before them."""
+    """A stand-in for the cache in one forward of a module over local rows; ``first``: True without earlier rows."""
 
     def __init__(self, how: HandedStates, *, first: bool) -> None:
         self.how, self.first = how, first
         self._before: dict[Key, torch.Tensor] = {}
 
     def before(self, key: Key) -> torch.Tensor:
-        """Return the state after the row before these, any number of times."""
+        """Return the state before the local rows; may be called several times."""
         if key not in self._before:
             self._before[key] = self.take(key)
         return self._before[key]
 
     def take(self, key: Key) -> torch.Tensor:
-        """Return the state after the row before these; once."""
+        """Return the state before the local rows; called once per key."""
         raise NotImplementedError
 
     def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> Any:
-        """Pass on the state after the last of these rows; ``through``, of any shape, is returned and must be used."""
+        """Pass on the state after the last local row; return ``through``, of any shape, which the caller must use."""
         raise NotImplementedError
 
-    # -- what modules call, as transformers' Cache has it --------------------------------------------------------------
+    # -- the interface of transformers' Cache --------------------------------------------------------------------------
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """Return the rows before these, ``[batch, channels, kernel]``; None if there are none."""
+        """Return the rows before the local rows, ``[batch, channels, kernel]``, or None."""
         if self.first:
             return None
         return _UNTOUCHED if self.how.apart else self.before(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return the state after the row before these; None if there is none."""
+        """Return the state before the local rows, or None."""
         return None if self.first else self.before(("recurrent", state_idx))
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether rows are before these."""
+        """Return whether there are earlier rows."""
         return not self.first
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return whether states can be taken back: they cannot."""
+        """Return False: states cannot be rolled back."""
         return False
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """Return ``conv_states``, ``[batch, channels, rows]``, after the rows before."""
+        """Return the earlier rows followed by ``conv_states``, ``[batch, channels, rows]``."""
         key, x = ("conv", state_idx), conv_states
         kept = x.shape[-1] if conv_kernel_size is None else conv_kernel_size - self.how.spare
         if kept <= 0:
             return x
         enough = x.shape[-1] >= kept
-        if enough and self.how.apart:  # no rank waits for the one before
+        if enough and self.how.apart:  # send before receiving, so that no rank waits for the previous one
             x = self.give(key, x[..., -kept:], x)
         full = x if self.first else torch.cat([self.before(key), x], -1)
         if enough and self.how.apart:
@@ -123,7 +122,7 @@ class States:
         return full if tied is None else tied
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0) -> Any:
-        """Pass on the state after the last row, of any shape; returned as it is."""
+        """Pass on the state after the last row, of any shape, and return it."""
         self.give(("recurrent", state_idx), recurrent_states)
         return recurrent_states
 
@@ -131,10 +130,10 @@ class States:
 def own_arguments(
     module: Any, values: Any, how: HandedStates, inputs: Mapping[str, int], layout: Layout, rank: int
 ) -> Any:
-    """Return ``(args, kwargs)`` of a module that runs over own rows, without its cache; None if it needs all rows.
+    """Return ``(args, kwargs)`` with the local rows of all arguments; None if an argument cannot be sharded.
 
     Args:
-        inputs: Path of an argument -> dim of own rows.
+        inputs: Path of an argument -> dim of its rows.
     """
     names, missing = argument_names(module), []
 
@@ -146,10 +145,10 @@ def own_arguments(
             return x
         if dim is not None and x.shape[dim] == layout.size:
             return layout.shard(x, rank, dim)
-        if x.ndim == 2 and x.shape[1] == layout.size and "mask" in argument_of(path, names):  # of padding
+        if x.ndim == 2 and x.shape[1] == layout.size and "mask" in argument_of(path, names):  # a padding mask
             return layout.shard(x, rank, 1)
         if place not in how.others:
-            missing.append(place)  # documents: kernels cut states between them
+            missing.append(place)  # such as document boundaries, at which kernels reset states
         return x
 
     made = tree_map_with_path(own, values)
@@ -157,7 +156,7 @@ def own_arguments(
 
 
 def with_states(module: Any, values: Any, how: HandedStates, states: States) -> Any:
-    """Return ``(args, kwargs)`` with ``states`` in the place of a cache."""
+    """Return ``(args, kwargs)`` with ``states`` as the cache."""
     (args, kwargs), names = values, argument_names(module)
     place = names.index(how.argument)
     if place < len(args):
@@ -166,12 +165,12 @@ def with_states(module: Any, values: Any, how: HandedStates, states: States) -> 
 
 
 def place_of(path: Any, x: torch.Tensor, name: str = "") -> str:
-    """Return the name of a tensor in ``(args, kwargs)``, or in the value ``name``, by its path."""
+    """Return the name of the tensor at ``path`` in ``(args, kwargs)``, or in the value called ``name``."""
     return f"{name}{keystr(path)} of {x.ndim} dims"
 
 
 def argument_of(path: Any, names: Sequence[str]) -> str:
-    """Return the name of the argument that a path in ``(args, kwargs)`` begins with."""
+    """Return the name of the argument at the start of a path in ``(args, kwargs)``."""
     key = path[1]
     if isinstance(key, SequenceKey):
         return names[key.idx] if key.idx < len(names) else ""
@@ -180,7 +179,7 @@ def argument_of(path: Any, names: Sequence[str]) -> str:
 
 _KINDS = ("conv", "recurrent")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
-_HEADER = 16  # numbers: which state, its dtype, its dims
+_HEADER = 16  # numbers in a header: kind and number of the state, dtype, shape
 
 
 class _Message(NamedTuple):
@@ -190,16 +189,17 @@ class _Message(NamedTuple):
 
 
 _TAGS = 1 << 16
-_BEGUN: Counter[tuple[int, ...]] = Counter()  # passes of all models over these ranks, as far as this one knows
-_AHEAD = 16  # messages that a rank has sent and does not know received; then it waits for the oldest
+_BEGUN: Counter[tuple[int, ...]] = Counter()  # ranks -> number of forwards of all models, known to this rank
+_AHEAD = 16  # sent messages without confirmation; with more of them a rank waits for the oldest
 
 
 class Neighbours:
-    """Sends to and receives from the ranks next to this one on an axis, in the order in which messages are sent.
+    """Send tensors to and receive tensors from the neighboring ranks on an axis, in order.
 
     Attributes:
-        given, taken: Kind of call of a module -> its messages to the next rank, and from the rank before.
-        failed: True if the last forward failed on this rank: perhaps before another rank received some shapes.
+        given: Kind of call of a module -> its messages to the next rank.
+        taken: Kind of call of a module -> its messages from the previous rank.
+        failed: True if the last forward failed on this rank, perhaps before another rank received all shapes.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -211,12 +211,12 @@ class Neighbours:
         self._tag, self._backward = 0, -1
 
     def begin(self) -> None:
-        """Begin a forward, on every rank; after one that failed on any of them all ranks send shapes again.
+        """Start a forward on every rank; after a failed forward all ranks send shapes again.
 
-        On gloo messages that the failed one left are not taken for those of this one: the ranks agree on its number,
-        since one may have begun forwards that others have not. nccl knows no tags.
+        On gloo, the ranks agree on a number of the forward as tag of its messages, so that messages of a failed
+        forward are not received. NCCL has no tags.
         """
-        self._lost, self._sent = self._sent, []  # another rank may still receive it
+        self._lost, self._sent = self._sent, []  # keep the tensors, which another rank may still receive
         failed, ranks = int(self.failed), self.axis.ranks
         if device_of(self.axis).type == "cpu":
             (begun, failed), _ = extremes_over(self.axis, [_BEGUN[ranks], failed])
@@ -228,10 +228,9 @@ class Neighbours:
         self.failed = False
 
     def send(self, x: torch.Tensor, step: int) -> None:
-        """Send ``x``, of any shape, ``step`` places along the axis, 1 or -1; returns at once.
+        """Send ``x``, of any shape, to the rank ``step`` places along the axis (1 or -1), without waiting.
 
-        A message sent in a backward has been received when the backward ends: gloo gives up a message whose sender
-        forgets it.
+        The end of a backward pass waits for the messages sent in it, since gloo drops a message whose handle is freed.
         """
         backward = current_backward()
         if backward not in (-1, self._backward):
@@ -248,7 +247,7 @@ class Neighbours:
         return x
 
     def wait_sent(self, left: int = 0) -> None:
-        """Wait until all but the last messages, ``left`` in number, have been received: their memory is free then."""
+        """Wait until all but the last ``left`` messages have been received, and free their memory."""
         while len(self._sent) > left:
             run(_finish, self.axis, *self._sent.pop(0), kept=False)
 
@@ -268,11 +267,12 @@ def _finish(work: Any, x: torch.Tensor, group: Any) -> None:
 
 
 class StatesOfRank(States):
-    """States from the rank before, and for the next rank.
+    """The states from the previous rank and for the next rank.
 
     Args:
         path: Path of the module.
-        made_of: Tensors that it computes with, the hidden states first: if one needs a gradient, so do the states.
+        made_of: Tensors that the module computes with, hidden states first. If one of them requires a gradient, the
+            states do too.
     """
 
     def __init__(self, how: HandedStates, links: Neighbours, path: str, made_of: Sequence[torch.Tensor]) -> None:
@@ -288,7 +288,7 @@ class StatesOfRank(States):
         self._untied: list[torch.Tensor] = []
 
     def take(self, key: Key) -> torch.Tensor:
-        """Return the state of the rank before; earlier messages are kept."""
+        """Return a state of the previous rank; states that arrive earlier are kept."""
         while key not in self._early:
             if self._taken == len(self.taken):
                 self.taken.append(_receive_header(self.neighbours, self.device))
@@ -300,25 +300,25 @@ class StatesOfRank(States):
         return self._early.pop(key)
 
     def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Send a state to the next rank; its gradient comes in the backward of the result, or of the module."""
+        """Send a state to the next rank; its gradient arrives in the backward of ``through``, or of the module."""
         if self.last or (state.is_meta and not in_fake_world()):
             return through
         message = _Message(key, tuple(state.shape), state.dtype)
         if self._given == len(self.given):
             _send_header(self.neighbours, message, self.device)
             self.given.append(message)
-        assert self.given[self._given] == message, f"{message} is handed on, {self.given[self._given]} was before"
+        assert self.given[self._given] == message, f"expected {self.given[self._given]}, got {message}"
         self._given += 1
         self.neighbours.send(state, 1)
-        if not state.is_floating_point():  # ids of tokens
+        if not state.is_floating_point():  # token ids have no gradient
             return through
         if through is not None:
             return self._tie(through, [state])
         self._untied.append(state)
         return None
 
-    def behind(self, out: Any) -> Any:
-        """Return the result of the module, in whose backward the gradients of its states come."""
+    def tie(self, out: Any) -> Any:
+        """Return the module's result, whose backward receives the gradients of the passed states."""
         if not self._untied:
             return out
         leaves, structure = tree_flatten(out)
@@ -333,7 +333,7 @@ class StatesOfRank(States):
 
 
 class _Taken(torch.autograd.Function):
-    """A state of the rank before; its gradient is sent there."""
+    """Receive a state of the previous rank; send its gradient there."""
 
     @staticmethod
     @named_collective("receive: state of the rank before")
@@ -352,7 +352,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _Given(torch.autograd.Function):
-    """Tensors beside the states that the next rank got, ``[...]``; gradients are received, the last state's first."""
+    """Tie a tensor to the states sent to the next rank; receive their gradients, the last state's first."""
 
     @staticmethod
     def forward(ctx: Any, neighbours: Neighbours, number: int, through: torch.Tensor, *states: Any) -> torch.Tensor:
@@ -362,10 +362,10 @@ class _Given(torch.autograd.Function):
         return through.view_as(through)
 
     @staticmethod
-    @named_collective("receive: gradients of states of the rank behind")
+    @named_collective("receive: gradients of states of the next rank")
     @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (_,) = ctx.saved_tensors  # read first: it recomputes a block, and the next rank waits for its states
+        (_,) = ctx.saved_tensors  # reading may recompute a block, for whose states the next rank waits
         received = [ctx.neighbours.receive(*state, 1) for state in reversed(ctx.states)]
         return (None, None, grad, *reversed(received), *(None,) * ctx.rest)
 
@@ -387,5 +387,5 @@ def _receive_header(neighbours: Neighbours, device: torch.device) -> _Message:
 
 
 def _of_numbers(device: torch.device) -> torch.device:
-    """Return where numbers travel beside tensors on ``device``: in a rehearsal these have no memory."""
+    """Return the device of headers; the CPU in a rehearsal, where tensors have no memory."""
     return torch.device("cpu") if device.type == "meta" else device

@@ -1,7 +1,8 @@
-"""Adapters of PEFT for a model that is parallelized already.
+"""Add PEFT's adapters to a model that is already parallelized.
 
-PEFT makes an adapter by the sizes of its layer, here of a shard, and draws its initial values. So the model is made
-full, gets its adapters as on one process, with the same random numbers, and is parallelized again.
+PEFT creates an adapter with the sizes of its layer, which would be those of a shard, and draws its initial values. So
+the model is restored to full weights, gets its adapters with the random numbers of a single process, and is
+parallelized again.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from autopar.errors import AutoparError, ConfigError
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", **options: Any) -> Any:
-    """Put adapters into a parallelized model, as ``peft.get_peft_model`` does; every rank calls it.
+    """Put adapters into a parallelized model, like ``peft.get_peft_model``; every rank must call it.
 
-    Meanwhile every rank holds the full model. Parameters of the model keep their identity; ``model.mpu`` is a new one,
-    so make the optimizer afterwards. A model that is not parallelized gets its adapters, too.
+    Every rank holds the full model during the call. Parameters keep their identity, but ``model.mpu`` is a new object,
+    so create the optimizer afterwards. A model that is not parallelized gets its adapters too.
 
     Args:
-        model: The model from ``initialize``, without adapters.
-        peft_config: ``LoraConfig`` or another configuration of PEFT.
-        options: Other arguments of ``peft.get_peft_model``.
+        model: Model from ``initialize``, without adapters.
+        peft_config: ``LoraConfig`` or another config of PEFT.
+        options: Further arguments of ``peft.get_peft_model``.
 
     Returns:
         The ``PeftModel``, parallelized with the config and policy of ``model``.
 
     Raises:
-        ConfigError: The model was initialized with an optimizer or ``zero.stage`` 2 or 3, and nothing is changed; or
-            these adapters cannot be sharded, and the model is parallelized as before.
+        ConfigError: The model was initialized with an optimizer or ``zero.stage`` 2 or 3 (nothing is changed), or the
+            adapters cannot be sharded (the model stays parallelized).
     """
     import peft
 
@@ -52,7 +53,7 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", 
 
 
 def add_adapter(model: Any, adapter_name: str, peft_config: Any, **options: Any) -> None:
-    """Add an adapter to a parallelized ``PeftModel``; every rank calls it. See :func:`get_peft_model`.
+    """Add an adapter to a parallelized ``PeftModel``; every rank must call it. See :func:`get_peft_model`.
 
     ``model.load_adapter(dir, adapter_name)`` then reads an adapter from files.
 
@@ -61,10 +62,10 @@ def add_adapter(model: Any, adapter_name: str, peft_config: Any, **options: Any)
     """
     if not is_peft_model(model):
         raise ConfigError(
-            f"add_adapter: {type(model).__name__} is no PeftModel; get_peft_model(model, config) makes it"
+            f"add_adapter expected a PeftModel, got {type(model).__name__}\n  Call get_peft_model(model, config) first."
         )
     if adapter_name in model.peft_config:
-        raise ConfigError(f"add_adapter: there is an adapter '{adapter_name}' already")
+        raise ConfigError(f"add_adapter: the adapter '{adapter_name}' already exists")
     state = _state_of(model, "add_adapter")
     if state is None:
         model.add_adapter(adapter_name, peft_config, **options)
@@ -83,7 +84,7 @@ def add_adapter(model: Any, adapter_name: str, peft_config: Any, **options: Any)
 
 
 def _state_of(model: nn.Module, name: str) -> Parallelized | None:
-    """Return the state of a parallelized model; raise ConfigError if it cannot be parallelized again."""
+    """Return the state of a parallelized model, or None; raise ConfigError if it cannot be parallelized again."""
     state: Parallelized | None = vars(model).get("_autopar")
     if state is None:
         return None
@@ -91,21 +92,20 @@ def _state_of(model: nn.Module, name: str) -> Parallelized | None:
     held = stage if state.config.fully_sharded else "an optimizer" if state.dp.step is not None else None
     if held is not None:
         raise ConfigError(
-            f"{name}: the model was initialized with {held}, which knows the parameters that it had then.\n"
-            "  Adapters come first here: model = autopar.initialize(peft.get_peft_model(plain_model, lora_config), "
-            "config)."
+            f"{name} is not supported on a model that was initialized with {held}\n"
+            "  Add adapters first: model = autopar.initialize(peft.get_peft_model(plain_model, lora_config), config)."
         )
     return state
 
 
 def _again(state: Parallelized, model: Any, change: Callable[[], Any], undo: Callable[[Any], Any]) -> Any:
-    """Change a full model, and parallelize it as it was; without the change if that is refused."""
+    """Change a full model and parallelize it again; without the change if the changed model is not supported."""
     changed = None
     try:
         changed = change()
         return initialize(changed, state.config, policy=state.own_policy)
     except Exception as error:
         if changed is not None and not isinstance(error, AutoparError):
-            raise  # perhaps on this rank alone: no collective may follow
+            raise  # maybe on this rank only, so no collective may follow
         initialize(model if changed is None else undo(changed), state.config, policy=state.own_policy)
         raise
