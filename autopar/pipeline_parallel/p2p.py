@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import math
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -296,15 +297,17 @@ class P2P(NotCopied):
             PipelineError: No message came in time, the sender failed, or its process ended.
             UnexpectedReport: The sender has begun this pass with a report that this rank does not expect.
         """
-        peer = self.axis.ranks[origin]
+        peer, begin = self.axis.ranks[origin], 0
 
         def tensor_of(meta: TensorMeta) -> torch.Tensor:
             nonlocal begin
-            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-            if tensor.numel() and len(inline):
-                end = begin + tensor.nbytes
+            count = math.prod(meta.shape)
+            if count and len(inline):
+                end = begin + count * meta.dtype.itemsize
                 tensor, begin = inline[begin:end].view(meta.dtype).view(meta.shape), _aligned(end)
-            elif tensor.numel():
+                return tensor.requires_grad_(meta.requires_grad)
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+            if count:
                 group = self._groups[message.backward, self.axis.rank > origin]
                 self._wait(tensor, peer, group, message.tag + 1, message.name)
             return tensor.requires_grad_(meta.requires_grad)
@@ -338,7 +341,7 @@ class P2P(NotCopied):
     def _read_frame(self, peer: int, name: str) -> tuple[int, int, Any, torch.Tensor]:
         begin = time.monotonic()
         try:
-            work, frame = self._posted.pop(peer, None) or self._post(peer)
+            work, frame = self._posted.pop(peer) if peer in self._posted else self._post(peer)
             work.wait(self._patience(peer))
         except RuntimeError as error:
             raise self._failure(name, peer, error, waited=time.monotonic() - begin) from error

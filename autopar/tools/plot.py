@@ -52,8 +52,8 @@ def draw(runs: Sequence[Path], target: Path) -> list[str]:
     found = {path: read(path) for path in runs}
     shown = [name for name in PANELS if any(name in columns for columns in found.values())]
     if not shown:
-        columns = ", ".join(next(iter(found.values())))
-        raise ConfigError(f"no column to draw: expected {', '.join(PANELS)}; got {columns}")
+        got = ", ".join(next(iter(found.values())))
+        raise ConfigError(f"no column to draw: expected {', '.join(PANELS)}; got {got}")
     figure, panels = pyplot.subplots(len(shown), 1, figsize=(8, 2.5 * len(shown)), sharex=True, squeeze=False)
     for name, (panel,) in zip(shown, panels, strict=True):
         for path, columns in found.items():
