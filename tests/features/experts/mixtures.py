@@ -113,7 +113,7 @@ def wholes(model: Any, *, gradients: bool = False) -> dict[str, torch.Tensor]:
             return {name: tensor.detach().clone() for name, tensor in held().items()}
     gathered = FullWeights(state_of(model), held())
     names = state_of(model).plan.tensors if model.mpu.pp.size > 1 else held()  # a collective of all stages for each
-    return {name: gathered.full(name) for name in names}
+    return {name: gathered.gather(name) for name in names}
 
 
 def compare(
