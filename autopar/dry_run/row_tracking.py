@@ -149,7 +149,7 @@ class RowSearch(ABC):
                     raise self.refusal(self.words(failure)) from None
 
     def run(self, model: nn.Module, inputs: dict[str, Any], tracking: ValuelessTracking, stack: list[str]) -> Any:
-        """Run a copy of the model. Raises Misfit, at the last path of ``stack``."""
+        """Run a copy of the model; raise Misfit for the last path in ``stack`` if rows do not fit."""
         try:
             with torch.no_grad(), warnings.catch_warnings(), tracking:
                 warnings.simplefilter("ignore")
@@ -242,7 +242,7 @@ class RowTracking(ValuelessTracking):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Track nothing inside."""
+        """Disable tracking inside."""
         self._paused += 1
         try:
             yield
