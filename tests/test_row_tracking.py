@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
+from autopar.dry_run.row_tracking import MixedRows, RowTracking, distinct_prime
 
 P = 29
 
@@ -52,6 +52,6 @@ def test_what_mixes_rows_is_named(mixing: Callable[[torch.Tensor], torch.Tensor]
 
 
 def test_the_prime_divides_no_size_of_the_model() -> None:
-    assert prime_beside(nn.Linear(29, 31 * 2), 2) == 37
-    assert prime_beside(nn.Linear(32, 32), 2, longest=20) == 7
-    assert prime_beside(nn.Linear(35, 11), 2, longest=20) == 29  # a longer sequence is a last resort
+    assert distinct_prime(nn.Linear(29, 31 * 2), 2) == 37
+    assert distinct_prime(nn.Linear(32, 32), 2, longest=20) == 7
+    assert distinct_prime(nn.Linear(35, 11), 2, longest=20) == 29  # a longer sequence is a last resort

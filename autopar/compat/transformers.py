@@ -20,7 +20,7 @@ EXPERTS = "_experts_implementation"  # of a config: name of the function that mu
 RECOMPUTE = "_gradient_checkpointing_func"  # of a module: function that recomputes its forward
 OWN_ADAPTERS = "_hf_peft_config_loaded"  # of a model: True if its add_adapter has inserted PEFT's layers
 ACCELERATE_HOOK = "_hf_hook"  # of a module: hook of accelerate around its forward
-SET_LOSS = "_loss_function"  # of a model: user-defined loss; absent if the loss is that of the class
+SET_LOSS = "_loss_function"  # of a model: user-defined loss; absent for the default loss of the class
 _CONVERSIONS = "_weight_conversions"  # of a loaded model: conversions of the tensors of the files
 # Arguments and outputs that hold keys, values and states of earlier tokens; 5.24 introduced the first name.
 CACHES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "layer_state")

@@ -48,8 +48,7 @@ class ActivationTracking(ValuelessTracking):
     Attributes:
         operands: Arguments of the current operation.
         partial: Names of replicated parameters with partial gradients that are not summed.
-        summed_inside: Names of parameters with summed gradients that met sharded activations.
-        summed_outside: Names of parameters with summed gradients that met replicated activations.
+        summed_inside, summed_outside: Names of parameters with summed gradients, inside and outside regions.
     """
 
     def __init__(self, mixed: Callable[[], None] = lambda: None) -> None:

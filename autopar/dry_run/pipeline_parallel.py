@@ -171,8 +171,7 @@ def rehearse_stages(
     """Return the tensors that stages read but the plan does not assign to them: name -> stages.
 
     Args:
-        model: Full model, changed while this function runs.
-        start: Prefix of the model's names in the plan.
+        model: Full model, changed while this function runs; its names in the plan start with ``start``.
         inputs: Arguments with which the full model runs.
 
     Raises:

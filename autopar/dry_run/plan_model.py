@@ -55,9 +55,7 @@ class ModelPlans:
     """The plans of one model for any mesh; each is computed at its first use and cached.
 
     Each method raises ConfigError, UnsupportedModelError or PolicyError if the mesh does not fit, also when repeated.
-
-    Args:
-        inner: Hugging Face model inside ``model``, at ``prefix``; or the plain module itself.
+    ``inner`` is the Hugging Face model inside ``model``, at ``prefix``; or the plain module itself.
     """
 
     def __init__(self, model: nn.Module, inner: Any, prefix: str, policy: Policy) -> None:

@@ -40,7 +40,7 @@ class MixedRows(Exception):
         self.between = between
 
 
-def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> int:
+def distinct_prime(model: nn.Module, ranks: int, longest: int | None = None) -> int:
     """Return a prime number of rows per rank that divides no size of a parameter; 0 if no known prime fits.
 
     Sequences longer than ``longest`` are a last resort; many models run on them without data.
@@ -84,7 +84,7 @@ class RowSearch(ABC):
         blocks: Paths of all blocks.
         longest: Longest supported sequence minus two tokens; None if the config does not say.
         sized: Modules whose sizes the number of rows must not divide.
-        prime: Number of rows per rank (:func:`prime_beside`).
+        prime: Number of rows per rank (:func:`distinct_prime`).
         batch: Number of sequences; not a multiple of ``ranks``.
         wholes: Paths of modules that run on full sequences.
         entries: Paths of modules whose own code runs on full sequences, unless they are in ``wholes``.
@@ -117,7 +117,7 @@ class RowSearch(ABC):
         known = (getattr(config, name, None) for name in _LENGTHS)
         self.longest = next((length - 2 for length in known if type(length) is int and length > 0), None)
         self.sized = model if self.outside else nn.ModuleList([model.get_submodule(path) for path in self.blocks])
-        self.prime = prime_beside(self.sized, ranks, self.longest)
+        self.prime = distinct_prime(self.sized, ranks, self.longest)
         if not self.prime:
             raise self.refusal("no sequence length differs from all other sizes")
 
@@ -149,7 +149,7 @@ class RowSearch(ABC):
                     raise self.refusal(self.words(failure)) from None
 
     def run(self, model: nn.Module, inputs: dict[str, Any], tracking: ValuelessTracking, stack: list[str]) -> Any:
-        """Run a copy of the model. Raises Misfit, at the last path of ``stack``."""
+        """Run a copy of the model; raise Misfit for the last path in ``stack`` if rows do not fit."""
         try:
             with torch.no_grad(), warnings.catch_warnings(), tracking:
                 warnings.simplefilter("ignore")
@@ -204,7 +204,7 @@ class RowTracking(ValuelessTracking):
     """A dispatch mode that follows the tensors that hold rows.
 
     Args:
-        prime: Number of local rows (:func:`prime_beside`).
+        prime: Number of local rows (:func:`distinct_prime`).
         ranks: Number of ranks; the sequence has ``ranks * prime`` rows. The batch size is not a multiple of it.
 
     Raises:
@@ -242,7 +242,7 @@ class RowTracking(ValuelessTracking):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Track nothing inside."""
+        """Disable tracking inside."""
         self._paused += 1
         try:
             yield

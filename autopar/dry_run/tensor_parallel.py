@@ -40,17 +40,11 @@ from autopar.tensor_parallel.regions import Region
 
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
-    """Run the shard of the first tp rank on the meta device, and of the last rank if its sizes differ.
+    """Run shards of ``model``, at ``prefix``, on the meta device; return False if the model does not run there.
 
-    A task model that reads values (the end of each sequence) runs without its head. Models inside the model run
-    separately too, because text alone does not reach an image encoder.
-
-    Args:
-        model: Hugging Face model, which stays unchanged.
-        prefix: Path of the model in the names of the plan.
-
-    Returns:
-        False if the model does not run on the meta device.
+    The first tp rank runs, and the last rank if its sizes differ. A task model that reads values (the end of each
+    sequence) runs without its head. Models inside the model run separately too, because text alone does not reach an
+    image encoder. ``model`` stays unchanged.
 
     Raises:
         PolicyError: The shard fails where the full model runs, or mixes replicated and sharded activations.

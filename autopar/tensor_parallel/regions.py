@@ -70,8 +70,8 @@ class Region:
             starts a forward; ``after_forward(model, output)`` after the forward of each model, and returns the output.
         rows: Sequence shards of the running computation, or None. ``sum(y)`` reduces the output of a region to the
             local sequence; ``training`` is the mode of the module around it.
-        entered: Full sequence that entered the region, or None. ``is_full(x)`` returns whether ``x`` is it, ``enter()``
-            the input of layers, ``late_weight(weight, gradient)`` the object that a layer attaches to its output.
+        entered: Full sequence that entered the region, or None. ``is_full(x)`` compares ``x`` with it, ``enter()``
+            gives the input of layers, ``late_weight(weight, gradient)`` what a layer attaches to its output.
         beginning: Functions of the model, called when a forward starts, before rank checks; each returns named values
             that must be identical on all ranks.
         ending: Functions called after the outermost forward.

@@ -65,11 +65,11 @@ def make(plans: ModelPlans, config: ParallelConfig, stages: StagePlan) -> RowPla
     cp = config.context_parallel_size
     plan = rows(plans, cp)
     if config.sequence_parallel and config.tensor_parallel_size > 1:
-        check_beside_sequence(plans.inner, plan, cp)
+        check_sequence_parallel(plans.inner, plan, cp)
     return plan
 
 
-def check_beside_sequence(model: nn.Module, plan: RowPlan, ranks: int) -> None:
+def check_sequence_parallel(model: nn.Module, plan: RowPlan, ranks: int) -> None:
     """Check that tensor-parallel ranks can shard a block's rows once more, between its regions.
 
     Raises:

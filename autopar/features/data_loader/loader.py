@@ -251,7 +251,7 @@ def gather_for_metrics(
     if samples is not None and total < samples:
         raise ConsistencyError(
             f"gather_for_metrics has fewer values than samples: expected {samples}, got {total}\n"
-            "  Use even_batches=False in prepare_dataloader, so that no sample is dropped."
+            "  Remove drop_last=True from prepare_dataloader, so that it drops no sample."
         )
     ((shape, dtype),) = kinds
     own = torch.zeros(max(counts), *shape, dtype=dtype, device=mpu.device)

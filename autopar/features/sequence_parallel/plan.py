@@ -25,7 +25,7 @@ from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import ActivationTracking, Kind, track_modules
 from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.plan_model import ModelPlans
-from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, outermost, prime_beside
+from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, distinct_prime, outermost
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
 from autopar.features.sequence_parallel.setup import RowsOfList, SequencePlan, SequenceState, apply
@@ -92,7 +92,7 @@ class _Search(RowSearch):
         try:
             return self._plan()
         except ConfigError:
-            longer = prime_beside(self.sized, self.ranks)
+            longer = distinct_prime(self.sized, self.ranks)
             if longer == self.prime:
                 raise
         self.prime = longer

@@ -59,7 +59,7 @@ class SequencePlan:
         seen: Names of arguments of the models around the blocks in the dry run. With further arguments, hidden states
             are full between the blocks, because the model's code may read them there.
         given: Names of block arguments in the dry run; with further arguments a block computes with full sequences.
-        routers_whole: Whether router outputs, for a load-balancing loss, have all rows.
+        routers_whole: True if router outputs, for a load-balancing loss, have all rows.
         parameters: Block -> names of replicated parameters that work on rows.
     """
 
@@ -100,7 +100,7 @@ class SequenceState:
     """Sequence parallelism of one model while its forward runs (``Region.sequence``).
 
     Args:
-        one_stage: Whether this rank has all blocks, so that the last block must run in each forward.
+        one_stage: True if this rank has all blocks, so that the last block must run in each forward.
 
     Attributes:
         rows_are_out: True from the first block on rows until the last block of its list has run.
@@ -193,8 +193,8 @@ class RowsOfList:
 
     Attributes:
         rows: Layout of the rows; None for full sequences.
-        between: Whether hidden states are full between the blocks.
-        stays_full: Whether this forward uses full sequences, because it returns outputs of routers that work on rows.
+        between: True if hidden states are full between the blocks.
+        stays_full: True if this forward uses full sequences, because it returns outputs of routers that work on rows.
     """
 
     def __init__(self, state: SequenceState, plan: SequencePlan) -> None:

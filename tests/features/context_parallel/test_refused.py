@@ -11,7 +11,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 import autopar
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.features.context_parallel.plan import check_beside_sequence, plan_rows
+from autopar.features.context_parallel.plan import check_sequence_parallel, plan_rows
 from autopar.policy.match import find_policy
 from tests.compare import same_gradients
 from tests.pool import pooled
@@ -35,10 +35,10 @@ def test_what_needs_all_rows_does_not_go_with_sequence_parallelism() -> None:
         "  Set sequence_parallel: false."
     )
     with pytest.raises(ConfigError, match=words):
-        check_beside_sequence(model, plan, 2)
+        check_sequence_parallel(model, plan, 2)
     with pytest.raises(ConfigError, match="its code between the blocks may mix rows"):
-        check_beside_sequence(model, replace(plan, whole={}, between=True), 2)
-    check_beside_sequence(model, replace(plan, whole={}), 2)
+        check_sequence_parallel(model, replace(plan, whole={}, between=True), 2)
+    check_sequence_parallel(model, replace(plan, whole={}), 2)
 
 
 @pytest.mark.tier("test")
