@@ -62,17 +62,12 @@ def check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_sc
     parsed = ParallelConfig.parse(config, world)
     registry.check_settings(parsed)
     if in_lazy_init():
-        raise ConfigError(
-            "initialize is not supported inside of lazy_init, where parameters have no storage\n"
-            "  Call it after leaving `with lazy_init():`."
-        )
+        raise ConfigError("initialize is not supported inside of lazy_init\n  Call it after `with lazy_init():`.")
     _refuse_second(model)
     own = given_policy(model, policy, parsed.policy)
     prefix, inner = model_inside(model, own)
     if torch.is_inference_mode_enabled():
-        raise ConfigError(
-            "initialize is not supported in torch.inference_mode: the weights could not be trained\n  Call it outside."
-        )
+        raise ConfigError("initialize is not supported in torch.inference_mode\n  Call it outside.")
     check_offload(parsed.zero_cpu_offload)
     named = check_optimizer(optimizer, lr_scheduler, model, parsed)
     found = find_policy(inner, own)
