@@ -138,7 +138,7 @@ def prepare_alike(
 
     mine = deal(state.mpu, check, compare)
     ((made, local),) = prepared
-    return made, local.cut({} if in_fake_world() else mine)  # a fake world has no rank to write for
+    return made, local.cut({} if in_fake_world() else mine)  # in a rehearsal other ranks' sets are included
 
 
 def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:

@@ -130,9 +130,9 @@ def test_what_was_not_saved_cannot_be_loaded_and_nothing_changes(tmp_path):
     run.step(1)
     before = run.state()
     for name, what, has in (
-        ("model", {"optimizer": run.optimizer}, "without optimizer=; its training state is empty"),
+        ("model", {"optimizer": run.optimizer}, "without optimizer=; its training state contains nothing"),
         ("model", {"extra": {}}, "without extra="),
-        ("some", {"optimizer": run.optimizer}, "without optimizer=; its training state is lr_scheduler"),
+        ("some", {"optimizer": run.optimizer}, "without optimizer=; its training state contains lr_scheduler"),
     ):
         with raises_everywhere(CheckpointError, has):
             run.model.from_parallelized(tmp_path / name, **what)
