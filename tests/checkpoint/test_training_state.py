@@ -114,7 +114,7 @@ def test_the_users_own_data(tmp_path):
     found = {}
     run.load(tmp_path / "empty", extra=found)
     assert found == {}
-    with raises_everywhere(CheckpointError, "extra.model", "which a checkpoint cannot hold"):
+    with raises_everywhere(CheckpointError, "extra.model", "which a checkpoint does not support"):
         run.model.save_parallelized(tmp_path / "bad", extra={"model": run.model})
     with raises_everywhere(CheckpointError, "must be a dict"):
         run.model.save_parallelized(tmp_path / "bad", extra=[1])
