@@ -145,7 +145,7 @@ def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
     """Assign the bytes to write to the ranks that hold them, as evenly as possible.
 
     Args:
-        held: For each rank, its sets of tensors (:attr:`Snapshot.sets`): key -> bytes and digest of the set.
+        held: The sets of tensors (:attr:`Snapshot.sets`) of each rank: key -> bytes and digest of the set.
 
     Returns:
         For each rank, key of a set -> the bytes ``[start, stop)`` that the rank writes.

@@ -37,7 +37,7 @@ class Call(NamedTuple):
     Attributes:
         prefix, inner: The path and the object of the Hugging Face model; ``""`` and the module itself for a custom one.
         policy: The policy of the model. ``own_policy``: True if the user passed it.
-        optimizer: For each group, the kind of step and the names of its parameters.
+        optimizer: The kind of step and the names of the parameters of each group.
     """
 
     config: ParallelConfig
