@@ -1,4 +1,4 @@
-"""Send nested values with tensors between the ranks of a pipeline.
+"""Send nested values with tensors between the ranks of a pipeline ([Note: state passing between stages]).
 
 A value is sent as a header (pass, tag, pickled structure), followed by its tensors, so shapes may change between
 messages. Sends do not wait. A receive waits at most for the timeout. Headers of a sender arrive in order, and early
