@@ -76,11 +76,7 @@ def test_each_mistake_has_its_message(source, message):
 def test_files_that_are_no_config(tmp_path):
     for name, text, message in (
         ("c.yaml", "a:\n- b: [", "c.yaml', line 2: cannot be parsed as YAML: "),
-        (
-            "evil.yaml",
-            "!!python/object/apply:os.system ['true']",
-            "evil.yaml', line 1: has a tag, which is not supported",
-        ),
+        ("evil.yaml", "!!python/object/apply:os.system ['true']", "evil.yaml', line 1: has a tag, which is"),
         ("c.json", '{"a": 1,\n"b" 2}', "c.json', line 2: cannot be parsed as JSON: Expecting ':' delimiter"),
         ("twice.json", '{"zero": {"stage": 1, "stage": 3}}', "twice.json' has the key 'stage' twice in one section"),
         ("deep.json", "[" * 100_000, "deep.json' is nested too deeply"),

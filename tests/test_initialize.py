@@ -170,7 +170,7 @@ def test_ranks_that_call_differently_all_get_an_error():
         if rank == 0:
             assert isinstance(info.value, ConsistencyError)
         assert not hasattr(model, "mpu")
-    with torch.inference_mode(), pytest.raises(ConfigError, match=r"inside torch.inference_mode"):
+    with torch.inference_mode(), pytest.raises(ConfigError, match=r"in torch.inference_mode"):
         parallel(gpt2(), 2)
 
 
@@ -247,12 +247,12 @@ def test_a_failure_leaves_the_model_as_it_was_and_reaches_every_rank():
 
 
 def test_an_unsupported_model_names_the_closest():
-    with pytest.raises(
-        UnsupportedModelError, match="Linear must be or contain a Hugging Face model, or have a custom policy"
-    ):
+    with pytest.raises(UnsupportedModelError, match="Linear must be or contain a Hugging Face model"):
         autopar.initialize(nn.Linear(2, 2))
     pair = nn.ModuleList([gpt2(), gpt2()])
-    with pytest.raises(UnsupportedModelError, match=r"holds 2 Hugging Face models: 0 .GPT2LMHeadModel., 1"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"must contain one Hugging Face model, got 2: 0 .GPT2LMHeadModel., 1"
+    ):
         autopar.initialize(pair)
 
     class GPT5Config(GPT2Config):

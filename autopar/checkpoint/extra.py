@@ -141,7 +141,7 @@ def check_replicas(
     """Check that ranks with the same shards have the same digests. Dtypes are compared elsewhere.
 
     Args:
-        digests: For each rank of the world, name -> dtype and digest.
+        digests: The digests of each rank of the world: name -> dtype and digest.
         places: The place of each rank (:meth:`MPU.places`).
         rows: The number of neighboring replicas that hold different rows (FSDP2); None if all hold the same.
         where: The place of the tensors in ``extra``; empty for the model's tensors.

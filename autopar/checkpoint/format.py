@@ -273,7 +273,7 @@ class Manifest:
 
     @property
     def experts(self) -> int:
-        """Return the number of ranks that share the experts per rank that shares the other layers."""
+        """Return the number of expert-parallel ranks per tensor-parallel rank."""
         return self.sizes.tp // self.tp
 
     @property

@@ -103,8 +103,8 @@ class Loader:
         saved, folder = self.shards.manifest.training, self.shards.folder
         for name in self.training:
             if name not in saved:
-                has = ", ".join(key for key in _KINDS if key in saved) or "empty"
-                raise CheckpointError(f"{folder} was saved without {name}=; its training state is {has}")
+                has = ", ".join(key for key in _KINDS if key in saved) or "nothing"
+                raise CheckpointError(f"{folder} was saved without {name}=; its training state contains {has}")
         if "lr_scheduler" in self.training:
             scheduler, now = saved["lr_scheduler"], type(self.training["lr_scheduler"]).__name__
             then = scheduler.get("class") if isinstance(scheduler, Mapping) else None

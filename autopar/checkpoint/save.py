@@ -138,14 +138,14 @@ def prepare_alike(
 
     mine = deal(state.mpu, check, compare)
     ((made, local),) = prepared
-    return made, local.cut({} if in_fake_world() else mine)  # a fake world has no rank to write for
+    return made, local.cut({} if in_fake_world() else mine)  # in a rehearsal other ranks' sets are included
 
 
 def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
     """Assign the bytes to write to the ranks that hold them, as evenly as possible.
 
     Args:
-        held: For each rank, its sets of tensors (:attr:`Snapshot.sets`): key -> bytes and digest of the set.
+        held: The sets of tensors (:attr:`Snapshot.sets`) of each rank: key -> bytes and digest of the set.
 
     Returns:
         For each rank, key of a set -> the bytes ``[start, stop)`` that the rank writes.

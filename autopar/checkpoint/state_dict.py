@@ -73,7 +73,7 @@ class ModelShard(_Shared):
         name: The class of the root model.
         tensors: Name in the root model's state dict -> plan of the tensor, without quantized weights.
         prefix: The prefix of the module's names in the root model's state dict.
-        is_block: True for a submodule of a Hugging Face model, which may lie completely on another stage.
+        is_block: True for a submodule of a Hugging Face model, which may be completely on another stage.
         warned: True after the warning that an optimizer's state is a shard.
     """
 
@@ -308,7 +308,7 @@ def fqn_modifiers(self: nn.Module) -> dict[str, str]:
     """Warn in torch's ``get_optimizer_state_dict`` and related functions, which call this on each module.
 
     Raises:
-        ConfigError: The call asks for full tensors, which torch would make from one rank's shards.
+        ConfigError: The call requests full tensors, which torch would make from one rank's shards.
     """
     shard = shard_of(self)
     if shard is None:

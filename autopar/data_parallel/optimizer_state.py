@@ -120,7 +120,7 @@ def probe(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Step a matrix in full, in two unequal-valued halves along each dim, and together with another parameter.
+    """Step a matrix in full, in halves of small and of large values along each dim, and next to another parameter.
 
     The gradients have a common direction, so that distance estimates (Prodigy) grow.
     """

@@ -127,7 +127,7 @@ def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return a function that says whether transformers keeps the parameter of a name in fp32."""
+    """Return a function that checks whether transformers keeps the parameter of a name in fp32."""
     if not isinstance(inner, PreTrainedModel):
         return lambda name: False
     names = fp32_modules(inner, strict=True)

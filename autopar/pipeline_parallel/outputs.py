@@ -1,14 +1,14 @@
-"""Results of a model in stages: outputs without entries of other stages, KV caches, and tensors from placeholders.
+"""Merge the outputs of stages, keep KV caches per rank, and find results that depend on placeholders.
 
 Outputs of all micro-batches are merged. Reading an entry that only another stage could compute raises.
 
-Each rank keeps the keys and values of its layers, and sends no cache. A model derives positions and masks from the
-length of the sequence so far, which it reads from one layer of its cache, often the first. So layers of other ranks get
-keys and values of width 1 and that length.
+Each rank keeps the keys and values of its layers and never sends a cache. A model derives positions and masks from the
+length of one layer of its cache, often the first. So layers of other ranks get keys and values of width 1 and this
+length.
 
-The code before a stage's blocks runs on placeholders, and received tensors replace its results. If a result were still
-used, it would be wrong. A dispatch mode follows each tensor from the placeholders on, through views, writes in place
-and comparisons, where NaN leaves no trace.
+The code before a stage's blocks runs on placeholders, and received tensors replace its results. A result that is still
+used would be wrong. A dispatch mode follows each tensor from the placeholders on, through views, writes in place and
+comparisons, where NaN would not show.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def incomplete(output: Any, names: Sequence[str]) -> Any:
-    """Return ``output`` without these entries; reading one of them, or all entries as a tuple, raises."""
+    """Make reading these entries of ``output``, or all entries as a tuple, raise; return ``output``."""
     if not names:
         return output
     kept = {name: value for name, value in dict.items(output) if name not in names}
@@ -55,12 +55,12 @@ def complete(output: Any) -> Any:
 
 
 def unavailable(output: Any) -> tuple[str, ...]:
-    """Return the names of the entries that are unavailable."""
+    """Return the names of the unavailable entries."""
     return output._unavailable if isinstance(output, IncompleteOutput) else ()
 
 
 class IncompleteOutput:
-    """Class before the class of an output: names of missing entries, and the number of entries before the first."""
+    """A mixin before the class of an output, with the missing entries and the number of entries before the first."""
 
     _unavailable: tuple[str, ...] = ()
     _readable = 0
@@ -89,8 +89,8 @@ class IncompleteOutput:
 
 def _refuse(output: Any, entry: str) -> NoReturn:
     raise UnsupportedModelError(
-        f"{entry} of {type(output).__name__}: {', '.join(output._unavailable)} of this output is computed in front of "
-        "the blocks, by the first pipeline stage, and the last stage, which makes the outputs, does not have it.\n"
+        f"{entry} of {type(output).__name__} is not available on the last pipeline stage: the first stage computes "
+        f"{', '.join(output._unavailable)}.\n"
         "  Read the other entries by name, or use pipeline_parallel_size=1."
     )
 
@@ -99,8 +99,8 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
     """Merge the outputs of micro-batches: concatenate tensors with rows of samples, average other numbers.
 
     A sample has one row, ``[samples, ...]``, or several: ``[samples * frames, width]`` of videos, router logits
-    ``[samples * seq, experts]``, or a row for each image. A table that is equal in all micro-batches stays as it is.
-    ``sizes`` are the numbers of samples, ``weights`` the factors of an average (of losses).
+    ``[samples * seq, experts]``, or a row per image. A table that is equal in all micro-batches is not changed.
+    ``sizes``: the numbers of samples. ``weights``: the factors of an average (of losses).
     """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
@@ -112,7 +112,7 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
         return torch.cat(parts) if first.ndim else first.detach()
     if isinstance(first, Cache):
         return None
-    if isinstance(first, dict):  # a ModelOutput is one
+    if isinstance(first, dict):  # also a ModelOutput
         merged = {name: merge_outputs([o[name] for o in outputs], sizes, weights) for name in first}
         return type(first)(**merged) if isinstance(first, ModelOutput) else merged
     if isinstance(first, list) and _has_samples(outputs, sizes):
@@ -128,14 +128,14 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
 
 
 def _has_samples(outputs: list[Any], sizes: list[int]) -> bool:
-    """Return whether lists hold one entry for each sample, and not tensors of all samples."""
+    """Return whether lists have an entry per sample, instead of tensors of all samples."""
     tensors = [(entry, size) for output, size in zip(outputs, sizes, strict=True) for entry in output]
     rows = all(isinstance(entry, torch.Tensor) and entry.shape[:1] == (size,) for entry, size in tensors)
     return all(len(output) == size for output, size in zip(outputs, sizes, strict=True)) and not rows
 
 
 def _has_rows(parts: list[torch.Tensor], sizes: list[int]) -> bool:
-    """Return whether tensors have equally many rows for each sample, one or more."""
+    """Return whether tensors have the same number of rows for each sample, at least one."""
     each = {divmod(len(part), max(size, 1)) if part.ndim else (0, 1) for part, size in zip(parts, sizes, strict=True)}
     if each == {(1, 0)}:
         return True
@@ -144,7 +144,7 @@ def _has_rows(parts: list[torch.Tensor], sizes: list[int]) -> bool:
 
 
 def _is_mean(parts: list[torch.Tensor]) -> bool:
-    """Return whether each micro-batch has a number, or all have the same table. Rows of images are neither."""
+    """Return whether each micro-batch has a number, or all have the same table, in contrast to rows of images."""
     first = parts[0]
     if not first.is_floating_point() or any(part.shape != first.shape for part in parts):
         return False
@@ -162,13 +162,13 @@ def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cache | None:
 
 
 def copy_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Copy the caches among the arguments of a call that may run twice; keep the other objects."""
+    """Copy the caches among the arguments of a call that may run twice; other objects are not copied."""
     copied = [copy.deepcopy(value) if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
     return copied[: len(args)], dict(zip(kwargs, copied[len(args) :], strict=True))
 
 
 def kind_of_cache(cache: Cache) -> tuple[str, bool | None]:
-    """Return whether a cache is filled, if known, since that decides which code of a model runs."""
+    """Return the type of a cache and whether it is filled (None: unknown), which determines the code of a model."""
     with contextlib.suppress(Exception):
         return "cache", int(cache.get_seq_length()) > 0
     return "cache", None
@@ -179,15 +179,15 @@ def record_length(
 ) -> None:
     """Extend the layer of a block of another rank by the length of this call.
 
-    The block's hidden states are ``[batch, seq, width]``, or ``[seq, batch, width]``. ``tokens`` of the model's call,
-    ``[batch, seq]``, decide for several streams, or for time first.
+    The block's hidden states are ``[batch, seq, width]`` or ``[seq, batch, width]``. ``tokens`` of the model's call,
+    ``[batch, seq]``, determine the length if there are several streams, or if time comes first.
     """
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
     index = _layer_index(block)
     if index is None or hidden is None:
         return
     length = getattr(block, "full_length", None)
-    if hidden.ndim == 3 and length is not None:  # hidden states are shards of sequences, but keys and values are full
+    if hidden.ndim == 3 and length is not None:  # hidden states may be sequence shards; keys and values are full
         _extend(cache, index, hidden.new_empty(hidden.shape[0], length))
     elif hidden.ndim == 3:
         time_first = tokens is not None and hidden.shape[:2] == tokens.shape[1::-1]
@@ -203,7 +203,7 @@ def tokens_of(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def record_lengths(cache: Any, kwargs: Mapping[str, Any]) -> None:
-    """Extend all layers by the length of this call's tokens, on a rank that ran no stage of it."""
+    """Extend all layers by the length of this call's tokens, on a rank that ran none of its stages."""
     tokens = tokens_of(kwargs)
     if tokens is not None:
         for index in range(len(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))):
@@ -211,7 +211,7 @@ def record_lengths(cache: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _extend(cache: Any, index: int, like: torch.Tensor) -> None:
-    """Extend layer ``index`` by keys and values ``[batch, 1, seq, 1]``; ``like`` is ``[batch, seq, ...]``."""
+    """Extend layer ``index`` by keys and values ``[batch, 1, seq, 1]`` for ``like``, ``[batch, seq, ...]``."""
     cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(cache, "layers", None)
     if layers is None or (index < len(layers) and not hasattr(layers[index], "get_mask_sizes")):
@@ -229,7 +229,7 @@ def _layer_index(block: nn.Module) -> int | None:
     return None
 
 
-# Operations that read shapes and dtypes only.
+# Operations that read only shapes and dtypes.
 _VALUELESS = frozenset(
     f"{name}{ending}"
     for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
@@ -238,15 +238,15 @@ _VALUELESS = frozenset(
 
 
 class Provenance(TensorTracking):
-    """Dispatch mode that maps each tensor to the names of the marked tensors from which it was computed.
+    """A dispatch mode that maps each tensor to the names of the marked tensors from which it was computed.
 
-    ``read_by_control_flow`` holds the names whose values decided which code ran.
+    ``read_by_control_flow`` contains the names whose values determined the code that ran.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._origins: dict[int, frozenset[str]] = {}  # by storage
-        self._alive: list[Any] = []  # so that no other storage gets the number of a marked one
+        self._alive: list[Any] = []  # so that storage numbers stay unique
         self.read_by_control_flow: frozenset[str] = frozenset()
 
     def mark(self, value: Any, names: Iterable[str]) -> None:
@@ -261,13 +261,13 @@ class Provenance(TensorTracking):
         return frozenset().union(*found)
 
     def _of(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Return the origins of a tensor; of its shards for a tensor that is gathered lazily, without gathering."""
+        """Return the origins of a tensor; for a lazily gathered tensor, the origins of its shards."""
         keys = [storage_key(part) for part in parts_of(tensor)]
         return frozenset().union(*(self._origins.get(key, frozenset()) for key in keys if key is not None))
 
     def _set(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
         if hasattr(type(tensor), "made_of"):
-            return  # its shards are followed
+            return  # a lazily gathered tensor, whose shards are followed
         key = storage_key(tensor)
         if key is None or names == self._origins.get(key, frozenset()):
             return
@@ -283,7 +283,7 @@ class Provenance(TensorTracking):
             return
         if func is ITEM:
             self.read_by_control_flow |= found
-        # schemas of collectives do not mark the arguments that they write
+        # schemas of collectives do not mark the arguments that they mutate
         collective = func.namespace in ("c10d", "_c10d_functional")
         for tensor in [*tensors_in(result), *(inputs if collective else written_in_place(func, args, kwargs))]:
             self._set(tensor, found)
@@ -299,13 +299,15 @@ def examine(
     """Run a stage and follow tensors computed from placeholders, and from outputs that it did not receive.
 
     Returns:
-        The result; names of the placeholders that it depends on, or of outputs ("the output of ..."); and entries of
-        the last stage's result that alone depend on placeholders.
+        The result, the names of the placeholders or outputs ("the output of ...") on which it depends, and the entries
+        of the last stage's result that depend on placeholders if other entries do not.
     """
     kept = copy_caches(args, kwargs)
     state = Generators.now()
     result, provenance = _followed(forward, model, args, kwargs)
-    if forward.before and forward.source not in forward.before:  # the block before this stage was skipped: start again
+    if (
+        forward.before and forward.source not in forward.before
+    ):  # the block before this stage was skipped, so start again
         state.restore()
         forward.restart(forward.before[-1])
         result, provenance = _followed(forward, model, *kept)
@@ -343,9 +345,9 @@ def _followed(
             raise UnsupportedModelError(f"{text}\n  It ended with {type(error).__name__}.") from error
         if not isinstance(error, AutoparError) and forward.start > 0:  # the first stage had the same arguments
             error.add_note(
-                f"Raised after the elements {forward.start} to {forward.stop - 1} of the pipeline. If "
-                "pipeline_parallel_size=1 does not raise the same,\nthis model cannot be split into pipeline "
-                "stages: its code after the blocks reads more than the last one's output."
+                f"Raised after the elements {forward.start} to {forward.stop - 1} of the pipeline. If it does not "
+                "occur with pipeline_parallel_size=1,\nthis model is not supported with pipeline stages: its code "
+                "after the blocks reads more than the output of the last block."
             )
         raise
     finally:
@@ -357,7 +359,7 @@ def explain(forward: StageForward, missing: frozenset[str]) -> str:
     read = listed(sorted(missing), 4)
     return (
         f"this model cannot be split into pipeline stages here: the elements {forward.start} to {forward.stop - 1} of "
-        f"the pipeline, or the loss after them, read {read}, which another stage holds.\n  Blocks or the head use "
-        "it in addition to the output of the block before (features of an image, say). Split the model elsewhere "
-        "(pipeline.layers_per_stage), leave that input or criterion out, or use pipeline_parallel_size=1."
+        f"the pipeline, or the loss after them, read {read}, which another stage holds.\n  Blocks or the head use it "
+        "in addition to the output of the previous block (for example image features). Split the model elsewhere\n"
+        "  (pipeline.layers_per_stage), leave that input or criterion out, or use pipeline_parallel_size=1."
     )

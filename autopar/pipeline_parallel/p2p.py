@@ -1,4 +1,4 @@
-"""Send nested values with tensors between the ranks of a pipeline.
+"""Send nested values with tensors between the ranks of a pipeline ([Note: state passing between stages]).
 
 A value is sent as a frame (pass, tag, pickled structure), so shapes may change between messages. Over gloo the frame
 contains its tensors; over nccl, and for large values, they follow one by one. Sends do not wait. A receive waits at

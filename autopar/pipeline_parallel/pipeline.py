@@ -247,7 +247,7 @@ class Pipeline:
             module.__dict__.pop("_autopar_pipeline", None)
 
     def actions(self, backward: bool, microbatches: int) -> list[list[Action]]:
-        """Return every rank's list of actions."""
+        """Return every rank's list of actions ([Note: memory of the schedule])."""
         key = (backward, microbatches)
         if key not in self._schedules:
             make = make_schedule if backward else forwards

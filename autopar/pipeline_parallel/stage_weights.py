@@ -1,8 +1,8 @@
-"""The weights of a rank's stages: other weights are released, and reloaded by ``deparallelize``; tied weights.
+"""Release the weights of other stages, reload them for ``deparallelize``, and sum gradients of tied weights.
 
-A parameter of another stage leaves the module. A placeholder without memory (:class:`Placeholder`) takes its place, so
-that the model's code before the blocks still runs with the right shapes; the stage's input replaces its results, which
-are NaN (:mod:`~autopar.pipeline_parallel.outputs` proves it).
+A parameter of another stage is replaced by a placeholder without memory (:class:`Placeholder`), so that the model's
+code before the blocks runs with the right shapes. Its results are NaN and are replaced by the stage's input
+(:mod:`~autopar.pipeline_parallel.outputs` checks this).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ DRAWS = {
     *("randn_like", "randint_like", "multinomial", "poisson", "dropout", "alpha_dropout"),
     *("kaiming_uniform", "kaiming_normal"),
 }
-"""Functions that draw random numbers, without underscores around the name: ``normal_`` is ``normal``."""
+"""Functions that draw random numbers, by name without underscores: ``normal`` for ``normal_``."""
 
 
 class ReleasedWeights:
-    """Tensors that left a model on this rank, with all data to put them back.
+    """The released tensors of a model on this rank, with the data to restore them.
 
     Attributes:
-        parameters: Parameters by id, empty while they are released.
-        orders: Modules with all their earlier parameters, in order.
-        buffers: Module, name in it, full name, tensor.
-        emptied: Hugging Face models without a parameter left.
+        parameters: The parameters by id, empty while they are released.
+        orders: The modules with all their original parameters, in order.
+        buffers: The buffers as ``(module, name in it, full name, tensor)``.
+        emptied: The Hugging Face models without remaining parameters.
     """
 
     def __init__(self) -> None:
@@ -51,26 +51,26 @@ class ReleasedWeights:
         self.orders: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self.buffers: list[tuple[nn.Module, str, str, torch.Tensor]] = []
         self.emptied: list[nn.Module] = []
-        self.dtype: torch.dtype | None = None  # of this stage's tensors at the last call; None: they have several
+        self.dtype: torch.dtype | None = None  # the dtype of this stage's tensors at the last call; None if mixed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReleasedWeights:
-        """Return the released weights of a copied model, by their ids there."""
+        """Return the released weights of a copied model, by the ids in the copy."""
         copied = memo[id(self)] = ReleasedWeights()
         vars(copied).update(copy.deepcopy(vars(self), memo))
         copied.parameters = {id(parameter): parameter for parameter in copied.parameters.values()}
         return copied
 
     def halve(self, dtype: torch.dtype, stays_fp32: Callable[[str], bool]) -> None:
-        """Set the dtype of placeholders to that on the stages that hold the tensors.
+        """Convert placeholders to the dtype of the tensors on their stages.
 
-        Tensors that the model's code derives from them (rotary tables, masks) then have the dtype of the full model.
+        Tensors that the model derives from them (rotary tables, masks) then have the dtype of the full model.
         """
         floating = [name for name, placeholder in self.placeholders.items() if placeholder.is_floating_point()]
         self._retype({name: torch.float32 if stays_fp32(name) else dtype for name in floating}, dtype)
         self.dtype = None
 
     def follow(self, model: nn.Module) -> None:
-        """Set the dtype of placeholders to the current dtype of this stage's tensors, after ``model.to``."""
+        """Convert placeholders to the current dtype of this stage's tensors, after ``model.to``."""
         before, now = self.dtype, _dtype_of(model)
         if before is None or now is None or now == before:
             return
@@ -93,12 +93,12 @@ def _dtype_of(model: nn.Module) -> torch.dtype | None:
 
 
 class _Emptied:
-    """Class before the class of a Hugging Face model without parameters, whose dtype is its first parameter's."""
+    """A mixin before the class of a Hugging Face model without parameters, for the dtype of its first parameter."""
 
     _autopar_like: torch.Tensor
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """Yield a tensor with the dtype and device of the earlier parameters; it is not trained."""
+        """Yield an untrained tensor with the dtype and device of the original parameters."""
         yield self._autopar_like
 
 
@@ -106,7 +106,7 @@ class _Emptied:
 def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> ReleasedWeights:
     """Free every parameter, and every buffer of a block, that place ``rank`` of the axis does not hold.
 
-    Parameter objects live on, empty and without gradient, so an optimizer skips them.
+    Parameter objects are kept, empty and without gradients, so an optimizer skips them.
     """
     released = ReleasedWeights()
     foreign = {name for name in plan.tensors if rank not in plan.holders(name)}
@@ -167,10 +167,10 @@ def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MP
             continue
         parameter = own[name]
         done.add(id(parameter))
-        dtype, of_gradient = everyone[holders[0]][name]  # precision may have changed them where they are held
+        dtype, of_gradient = everyone[holders[0]][name]  # which precision may have changed on the holders
         if name in shapes:
             empty = torch.empty(shapes[name], dtype=dtype, device=mpu.device)
-            if parameter.is_meta:  # of a model that was built without memory
+            if parameter.is_meta:  # the model was built without memory
                 replace_storage(parameter, empty)
             else:
                 parameter.data = empty
@@ -219,15 +219,15 @@ _OPERATORS = frozenset(f"__i{name}__" for name in _NAMES)
 
 
 class Placeholder(torch.Tensor):
-    """A tensor of one number, expanded. Views of it are placeholders too; computed tensors are not.
+    """An expanded tensor of one number. Views of it are placeholders too; computed tensors are not.
 
-    Code before the blocks runs on all stages, and so does user code outside of a forward. If it writes in place into
-    weights (rescales them, draws them again), the stage that holds them writes as well, so a write into a placeholder
-    is skipped. Random numbers are drawn and discarded, so that generators stay identical on all stages.
+    Code before the blocks, and user code outside of a forward, runs on all stages. If it writes into weights in place
+    (rescales or draws them), the stage that holds them writes too, so a write into a placeholder is skipped. Random
+    numbers are drawn and discarded, so that generators stay identical on all stages.
 
     Attributes:
-        weight_name: Name of the weight.
-        in_front: Function that returns whether code before the blocks runs now; None outside of a stage's forward.
+        weight_name: The name of the weight.
+        in_front: A function that returns whether code before the blocks runs now; None outside of a stage's forward.
     """
 
     weight_name: str
@@ -235,14 +235,14 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Skip a write into a placeholder; raise UnsupportedModelError for one by code after a block."""
+        """Skip a write into a placeholder; raise UnsupportedModelError if code after a block writes."""
         kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("tensor")  # functions of nn.init give it by name
+        first = args[0] if args else kwargs.get("tensor")  # nn.init passes it by name
         if isinstance(first, Placeholder) and _writes(func):
             if first.in_front() is False:
                 raise UnsupportedModelError(
-                    "this model cannot be split into pipeline stages here: its code after the first block writes in "
-                    f"place into {first.weight_name}, which another stage holds.\n  Use pipeline_parallel_size=1."
+                    "this model is not supported with pipeline stages: its code after the first block writes in place "
+                    f"into {first.weight_name}, which another stage holds.\n  Use pipeline_parallel_size=1."
                 )
             if func.__name__.strip("_") in DRAWS and first.in_front() is None:
                 _draw(func, first, args, kwargs)
@@ -260,7 +260,7 @@ class Placeholder(torch.Tensor):
         return _like(copy.deepcopy(self.as_subclass(torch.Tensor), memo), self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as a plain tensor."""
+        """Pickle it as an ordinary tensor."""
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
@@ -286,7 +286,7 @@ def _like(tensor: torch.Tensor, placeholder: Placeholder) -> Placeholder:
 
 
 def _draw(func: Any, placeholder: Placeholder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Draw the numbers of the stage that holds the weight, and discard them."""
+    """Draw the same numbers as the stage that holds the weight, and discard them."""
     with no_overrides():
         nothing = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
         if args and not kwargs.keys() & {"tensor"}:
@@ -303,10 +303,10 @@ def _writes(func: Any) -> bool:
 
 
 class TiedWeights:
-    """Parameters that several ranks of the pipeline hold, by their holders.
+    """The parameters that several ranks of the pipeline hold, by holders.
 
-    Their gradient is the sum over these ranks. It is summed apart from what earlier steps left there, so that gradients
-    accumulate.
+    Their gradient is the sum over these ranks. Gradients of earlier passes are kept separately, because they are summed
+    already.
     """
 
     def __init__(self, model: nn.Module, plan: StagePlan, mpu: MPU) -> None:
@@ -320,7 +320,7 @@ class TiedWeights:
                 names[holders] = None
                 if name in own and mpu.pp.rank in holders:
                     by_holders.setdefault(holders, []).append(own[name])
-        for holders in names:  # the same on every rank: all of them take part in the making of a group
+        for holders in names:  # identical on all ranks, because all of them must create each group
             everywhere = len(holders) == mpu.pp.size
             group = mpu.pp.group if everywhere else new_pipeline_group(mpu, "tied weights", holders)
             if holders in by_holders:
@@ -337,13 +337,13 @@ class TiedWeights:
         return copied
 
     def rebind(self, model: nn.Module) -> None:
-        """Take the parameters that the model has now, by name: ``fully_shard`` made new ones."""
+        """Use the model's current parameters, because ``fully_shard`` replaced them."""
         now = dict(model.named_parameters())
         self._sets = [(group, [now[self._names[id(p)]] for p in parameters]) for group, parameters in self._sets]
         self._names = {id(parameter): name for name, parameter in now.items()}
 
     def digests(self) -> dict[str, str]:
-        """Digest each weight that other ranks hold, too."""
+        """Digest each weight that other ranks also hold."""
         sums = {
             self._names[id(p)]: int(sum_of_bits(local_part(p.detach()))) for p in self._parameters() if not p.is_meta
         }
@@ -355,21 +355,21 @@ class TiedWeights:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Keep earlier gradients, which are summed already, apart from those of a step; restore them on an error."""
+        """Set earlier gradients aside for a pass, because they are summed already; restore them on an error."""
         self._earlier = [parameter.grad for parameter in self._parameters()]
         for parameter in self._parameters():
             parameter.grad = None
         try:
             yield
         except BaseException:
-            for parameter, earlier in zip(self._parameters(), self._earlier, strict=False):  # none: it is summed
+            for parameter, earlier in zip(self._parameters(), self._earlier, strict=False):  # empty after sum()
                 parameter.grad = earlier
             raise
         finally:
             self._earlier = []
 
     def sum(self, alike: Alike) -> None:
-        """Sum the step's gradients over the holders, and add the earlier ones; at the end of :meth:`apart`."""
+        """Sum the pass's gradients over the holders, and add the earlier ones, at the end of :meth:`apart`."""
         for group, parameters in self._sets:
             sum_gradients(runs_of([parameters], alike), group)
         for parameter, earlier in zip(self._parameters(), self._earlier, strict=True):

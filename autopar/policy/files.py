@@ -144,7 +144,7 @@ def variants_of(root: Node) -> dict[str, Node]:
 
 
 def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
-    """Return ``node`` with inherited keys: of the files that it extends, and of ``common``, the keys of all variants."""
+    """Return ``node`` with inherited keys: of files that it extends, and of ``common``, the keys of all variants."""
     if not isinstance(node.value, dict):
         raise PolicyError("a policy must hold keys", node.where)
     own = dict(node.value)

@@ -197,7 +197,7 @@ class Described:
         root: The user's model.
         prefix: The path in ``root`` of ``model``.
         model: The model that is parallelized: a Hugging Face model, or ``root``.
-        policy: Its policy.
+        policy: The policy of ``model``.
     """
 
     def __init__(self, root: nn.Module, prefix: str, model: Any, policy: Policy) -> None:

@@ -37,7 +37,7 @@ class Call(NamedTuple):
     Attributes:
         prefix, inner: The path and the object of the Hugging Face model; ``""`` and the module itself for a custom one.
         policy: The policy of the model. ``own_policy``: True if the user passed it.
-        optimizer: For each group, the kind of step and the names of its parameters.
+        optimizer: The kind of step and the names of the parameters of each group.
     """
 
     config: ParallelConfig
@@ -62,17 +62,12 @@ def check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_sc
     parsed = ParallelConfig.parse(config, world)
     registry.check_settings(parsed)
     if in_lazy_init():
-        raise ConfigError(
-            "initialize is not supported inside of lazy_init, where parameters have no storage\n"
-            "  Call it after leaving `with lazy_init():`."
-        )
+        raise ConfigError("initialize is not supported inside of lazy_init\n  Call it after `with lazy_init():`.")
     _refuse_second(model)
     own = given_policy(model, policy, parsed.policy)
     prefix, inner = model_inside(model, own)
     if torch.is_inference_mode_enabled():
-        raise ConfigError(
-            "initialize is not supported in torch.inference_mode: the weights could not be trained\n  Call it outside."
-        )
+        raise ConfigError("initialize is not supported in torch.inference_mode\n  Call it outside.")
     check_offload(parsed.zero_cpu_offload)
     named = check_optimizer(optimizer, lr_scheduler, model, parsed)
     found = find_policy(inner, own)

@@ -207,8 +207,8 @@ class View(LazyTensor):
     """Ranges of the dims of ``base``, in any order, with dims of size 1 left out or added.
 
     Args:
-        dims: For each dim, the dim of ``base`` of which it is a range; None for an added dim of size 1.
-        starts: For each dim of ``base``, the beginning of the range; dims that are left out have one element.
+        dims: The dim of ``base`` for each dim; None for an added dim of size 1.
+        starts: The beginning of the range in each dim of ``base``; dims that are left out have one element.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ DAMAGES: list[tuple[str, str, Callable[[Path], object], str]] = [  # name, what 
     ("gone", "whole", lambda p: (p / "model.safetensors").unlink(), "model.safetensors"),
     ("cut", "whole", lambda p: _cut(p / "model.safetensors"), "model.safetensors"),
     ("one", "in parts", lambda p: next(p.glob("*-00002*")).unlink(), "-00002"),
-    ("out", "in parts", _move_out, "outside of the folder"),
+    ("out", "in parts", _move_out, "must be inside the folder"),
     ("zip", "bin", lambda p: _cut(p / "pytorch_model.bin"), "pytorch_model.bin"),
     ("text", "bin", lambda p: (p / "pytorch_model.bin").write_bytes(b"no checkpoint"), "pytorch_model.bin"),
 ]
@@ -74,9 +74,9 @@ ARGUMENTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"tp_plan": "auto"}, ("tp_plan",)),
     (
         {"optimizer": torch.optim.AdamW([PARAMETER])},
-        ("must be a function of the model, not AdamW", "optimizer=lambda model: torch"),
+        ("must be a function of the model, got AdamW", "optimizer=lambda model: torch"),
     ),
-    ({"optimizer": lambda _: [0.1]}, ("optimizer= returned [0.1]: it must return a torch.optim.Optimizer",)),
+    ({"optimizer": lambda _: [0.1]}, ("optimizer= must return a torch.optim.Optimizer, got [0.1]",)),
     ({"optimizer": lambda _: torch.optim.SGD([PARAMETER])}, ("optimizer",)),  # of another model
 ]
 

@@ -216,9 +216,7 @@ def die_while_saving(folder: str, victim: int, merge: bool) -> None:
 
         SafetensorsWriter.write = die
     start = time.monotonic()
-    with pytest.raises(
-        CheckpointError, match=f"^rank {victim} of 4 failed.*\n.*{Path(folder).name}.*(unchanged|complete)"
-    ):
+    with pytest.raises(CheckpointError, match=f"^rank {victim} of 4 failed.*\n.*{Path(folder).name}.*(unch|complete)"):
         tiny(mpu, seed=1).save_parallelized(folder, merge_checkpoints=merge)
     assert time.monotonic() - start < 10
 

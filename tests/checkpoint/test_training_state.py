@@ -114,7 +114,7 @@ def test_the_users_own_data(tmp_path):
     found = {}
     run.load(tmp_path / "empty", extra=found)
     assert found == {}
-    with raises_everywhere(CheckpointError, "extra.model", "which a checkpoint cannot hold"):
+    with raises_everywhere(CheckpointError, "extra.model", "which a checkpoint does not support"):
         run.model.save_parallelized(tmp_path / "bad", extra={"model": run.model})
     with raises_everywhere(CheckpointError, "must be a dict"):
         run.model.save_parallelized(tmp_path / "bad", extra=[1])
@@ -130,9 +130,9 @@ def test_what_was_not_saved_cannot_be_loaded_and_nothing_changes(tmp_path):
     run.step(1)
     before = run.state()
     for name, what, has in (
-        ("model", {"optimizer": run.optimizer}, "without optimizer=; its training state is empty"),
+        ("model", {"optimizer": run.optimizer}, "without optimizer=; its training state contains nothing"),
         ("model", {"extra": {}}, "without extra="),
-        ("some", {"optimizer": run.optimizer}, "without optimizer=; its training state is lr_scheduler"),
+        ("some", {"optimizer": run.optimizer}, "without optimizer=; its training state contains lr_scheduler"),
     ):
         with raises_everywhere(CheckpointError, has):
             run.model.from_parallelized(tmp_path / name, **what)

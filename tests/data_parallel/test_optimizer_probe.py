@@ -200,7 +200,7 @@ def test_made_before_or_after_it_is_refused_where_its_steps_would_be_others() ->
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(ConfigError, match=text) as caught:
             _step(model, Own(model.parameters(), update))
-        assert "ive it to autopar.initialize" in str(caught.value)
+        assert "ass it to autopar.initialize" in str(caught.value)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     model = autopar.initialize(gpt2(), {"model_parallelism": tp})
     before = copy.deepcopy(model.state_dict())

@@ -90,7 +90,7 @@ def test_the_last_execute_pipeline_of_a_step_inside_no_sync():
     first, second = _batches(model, 2)
     with model.no_sync():
         model.execute_pipeline(first)
-    with raises_everywhere(ConsistencyError, "ran inside no_sync", "Run the last one of a step outside of it"):
+    with raises_everywhere(ConsistencyError, "ran inside no_sync", "Run the last execute_pipeline of a step outside"):
         optimizer.step()
     model.execute_pipeline(second)
     optimizer.step()

@@ -206,7 +206,7 @@ def test_hooks_of_the_step_that_write_into_the_model() -> None:
         if not before:
             optimizer.register_step_post_hook(clamp)
         if before:
-            with pytest.raises(ConfigError, match="Register hooks of the step after it, too"):
+            with pytest.raises(ConfigError, match="Register hooks of the step after initialize, too"):
                 _train(model.train(), optimizer, 1)
             continue
         _train(model.train(), optimizer, 2)

@@ -120,10 +120,8 @@ def test_fully_sharded_data_parallel_over_all_ranks_is_refused() -> None:
     wrapper._fsdp_wrapped_module = model
     model.transformer.ln_f.weight._fsdp_flattened = True  # as it marks what it has flattened
     for clip in (wrapper.clip_grad_norm_, lambda limit: autopar.clip_grad_norm_(model, limit)):
-        with pytest.raises(
-            ConfigError,
-            match=r"is not supported with FullyShardedDataParallel(.|\n)*fully_shard\(model, mesh=model\.mpu\.mesh",
-        ):
+        words = r"is not supported with FullyShardedDataParallel(.|\n)*fully_shard\(model, mesh=model\.mpu\.mesh"
+        with pytest.raises(ConfigError, match=words):
             clip(1.0)
     model.mpu.destroy()
 

@@ -73,7 +73,7 @@ def test_reading_a_unavailable_entry_raises() -> None:
     assert given.logits is given["logits"] is given[1]
     assert isinstance(given, CausalLMOutput)
     for read in (lambda: given.hidden_states, lambda: given["hidden_states"], lambda: given[2], given.to_tuple):
-        with pytest.raises(UnsupportedModelError, match="hidden_states of this output is computed in front of"):
+        with pytest.raises(UnsupportedModelError, match="the first stage computes hidden_states"):
             read()
     with pytest.raises(UnsupportedModelError, match="all of them in a row"):
         given.items()

@@ -143,7 +143,7 @@ def test_data_that_ends_on_one_stage(doomed: int, later: bool, forward_only: boo
     data = iter(batches[: 1 + later - (dist.get_rank() == doomed)])
     if later:
         piped.execute_pipeline(data, forward_only=forward_only)
-    with _soon(ConsistencyError, f"data iterator has ended on rank {doomed}, and not on"):
+    with _soon(ConsistencyError, f"data iterator has ended on rank {doomed}, but not on"):
         piped.execute_pipeline(data, forward_only=forward_only)
     _works_again(piped)
 

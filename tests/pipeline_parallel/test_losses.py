@@ -117,7 +117,7 @@ def test_a_loss_with_several_targets_takes_one_micro_batch() -> None:
     expected.backward()
     piped = autopar.initialize(copy.deepcopy(plain), _config(pp=2, microbatch_size=1))
     for settings in ({}, {"forward_only": True}):
-        with raises_everywhere(ConfigError, "further targets", "Give criterion="):
+        with raises_everywhere(ConfigError, "further targets", "Use criterion="):
             piped.execute_pipeline(batch, **settings)
     piped.execute_pipeline(batch, forward_only=True, return_loss=False)  # without a loss nothing is wrong
     piped.execute_pipeline(batch, lambda outputs, inputs: outputs.loss, forward_only=True)

@@ -146,7 +146,7 @@ def test_data_that_ends_on_one_replica(pp: int, reduction: str) -> None:
         for _ in range(later):
             model.execute_pipeline(data)
         others = "0, 2, 3" if pp == 1 else "0"
-        text = f"ended on data-parallel replica 1 of {4 // pp}, and not on {others}."
+        text = f"ended on data-parallel replica 1 of {4 // pp}, but not on {others}."
         with pytest.raises(ConsistencyError, match=text):
             model.execute_pipeline(data)
         with pytest.raises(ConsistencyError, match=text):

@@ -94,7 +94,7 @@ def test_a_config_that_the_policies_of_a_model_type_leave_out(tmp_path: Path, mo
         .splitlines()[0]
         .startswith(
             "no policy supports this config of model_type 'gpt2': plain needs {'scale_attn_weights': False} and "
-            "class GPT2Model or GPT2Pair; scaled wants {'scale_attn_weights': True, 'n_inner': 5}."
+            "class GPT2Model or GPT2Pair; scaled needs {'scale_attn_weights': True, 'n_inner': 5}."
         )
     )
 

@@ -45,8 +45,8 @@ def test_a_model_gets_the_one_variant_that_fits(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UnsupportedModelError) as info:
         find_policy(gpt2(n_inner=7))
     assert str(info.value).startswith(
-        "no policy supports this config of model_type 'gpt2': narrow needs {'n_inner': 5}; wide needs {'n_inner': 6} and "
-        "class GPT2LMHeadModel."
+        "no policy supports this config of model_type 'gpt2': narrow needs {'n_inner': 5}; wide needs {'n_inner': 6} "
+        "and class GPT2LMHeadModel."
     )
     path.write_text(path.read_text().replace("n_inner: 6", "n_layer: 2"))
     with refused(f"{path}:6 and {path}:9 both match model_type gpt2: restrict one of them with match.config"):
@@ -92,8 +92,8 @@ def test_a_policy_that_is_given_is_one(tmp_path: Path) -> None:
         read_user_policy(FAMILY)
     path = family(tmp_path)
     with refused(
-        f"{path} holds 3 policies, expected one\n  Write a policy that extends one of them: {{extends: narrow}}, or one "
-        "of wide, other"
+        f"{path} holds 3 policies, expected one\n  Write a policy that extends one of them: {{extends: narrow}}, or "
+        "one of wide, other"
     ):
         read_user_policy(path)
 
@@ -119,9 +119,8 @@ def test_a_module_is_mounted_twice_if_the_file_says_how_many_units_there_are(tmp
         load_policy(mounting(tmp_path, mounts))
     (tower,) = load_policy(mounting(tmp_path, mounts + "units: {heads: num_heads}\n")).towers
     assert [rule for rule in tower.blocks if rule.endswith("q")] == ["a.q", "b.q"]
-    assert (
-        tower.blocks["b.q"].parts == (UnitRun("heads", "block.b.width"),) and tower.units["heads"].count == "num_heads"
-    )
+    assert tower.blocks["b.q"].parts == (UnitRun("heads", "block.b.width"),)
+    assert tower.units["heads"].count == "num_heads"
 
 
 def test_a_tower_is_mounted_below_a_module_of_the_base_model(tmp_path: Path) -> None:

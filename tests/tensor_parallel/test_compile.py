@@ -262,9 +262,7 @@ def test_what_cannot_be_compiled() -> None:
         parallel(llama(), 2, compile={"backend": "inducto"})
     with pytest.raises(ConfigError, match=r"compile.mode=max-autotune needs the backend inductor, not eager"):
         parallel(llama(), 2, compile={"backend": "eager", "mode": "max-autotune"})
-    with pytest.raises(
-        ConfigError, match="cpu_transport=shm is not supported with compile: graphs use the process group"
-    ):
+    with pytest.raises(ConfigError, match="cpu_transport=shm is not supported with compile: graphs use"):
         parallel(llama(), 2, compile={}, model_parallelism={"tensor_parallel_size": 2, "cpu_transport": "shm"})
     with pytest.raises(ConfigError, match=r"compile.mode must be default, reduce-overhead,"):
         parallel(llama(), 2, compile={"mode": "fast"})

@@ -102,9 +102,7 @@ def test_a_folder_that_is_quantized_already(form: str, tmp_path: Path) -> None:
 
 
 def test_what_does_not_go() -> None:
-    with pytest.raises(
-        ConfigError, match=r"zero.stage=3 is not supported with quantized weights, such as base_model.model"
-    ):
+    with pytest.raises(ConfigError, match=r"not supported with quantized weights, such as base_model.model"):
         autopar.plan_memory(described("nf4"), {"zero": {"stage": 3}}, sequence=8, gpus=2)
     with pytest.raises(ConfigError, match="has no linear layers to be quantized"):
         mark_quantized(torch.nn.Embedding(3, 4), kind_of("nf4"))

@@ -221,12 +221,10 @@ def test_refusals(tmp_path: Path) -> None:
         list(autopar.hf_weights(model))
     with autopar.full_params(model), torch.no_grad():
         model.get_base_model().lm_head.weight.norm()
-    with raises_everywhere(
-        ConfigError, "zero.stage=3 is not supported with quantized weights, such as", "Use zero.stage 1"
-    ):
+    with raises_everywhere(ConfigError, "zero.stage=3 is not supported with quantized weights", "Use zero.stage 1"):
         autopar.initialize(adapted("nf4"), {"zero": {"stage": 3}})
     staged = autopar.initialize(adapted("nf4"), {"pp": 2})
-    with raises_everywhere(ConfigError, "deparallelize: quantized weights of other stages are gone"):
+    with raises_everywhere(ConfigError, "deparallelize is not supported with quantized weights"):
         autopar.deparallelize(staged)
 
 
