@@ -204,9 +204,10 @@ durations: $(VENV) fetch ## write tests/durations.json anew, on a quiet machine 
 mutations: $(VENV) ## plant each fault of tests/mutations and see the test that catches it (half an hour)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.mutations.plant
 
-lint: $(VENV) ## check style, formatting, types and imports
+lint: $(VENV) ## check style, formatting, spelling, types and imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell autopar docs README.md tests tutorials policies
 	$(BIN)/mypy  # strict, with the settings in pyproject.toml
 	$(BIN)/lint-imports  # the contracts in pyproject.toml
 
