@@ -1,5 +1,6 @@
 """The pages of the documentation, and the code in them."""
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +26,7 @@ class Code(NamedTuple):
 
 
 def codes(text: str, language: str | None = None) -> list[Code]:
-    """All blocks, or those of one language, in order."""
+    """All blocks, or the blocks of one language, in order."""
     found = [Code(*match) for match in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
     return [code for code in found if language in (None, code.language)]
 
@@ -37,8 +38,15 @@ def section(page: Path, start: str, end: str | None = None) -> str:
     return text[: text.index(end)] if end else text
 
 
+def same(page: Path, text: str) -> None:
+    """Compare a page with the text that it should have; UPDATE_DOCS=1 writes it."""
+    if os.environ.get("UPDATE_DOCS"):
+        page.write_text(text)
+    assert page.read_text() == text, "write the page: UPDATE_DOCS=1 python -m pytest, with this test"
+
+
 def anchors(text: str) -> set[str]:
-    """What links to headings end in, as GitHub makes them."""
+    """The ends of links to headings, as GitHub makes them."""
     plain = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

@@ -3,7 +3,6 @@
 UPDATE_DOCS=1 python -m pytest tests/docs/test_planner.py      writes the output into the page
 """
 
-import os
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
-from tests.docs.pages import DOCS, codes
+from tests.docs.pages import DOCS, codes, same
 
 PAGE = DOCS / "planner.md"
 
@@ -27,10 +26,7 @@ def test_the_command_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pyt
     (shell,), (shown,) = codes(text, "bash"), codes(text, "text")
     result = CliRunner().invoke(app, shlex.split(shell.text)[1:])
     assert result.exit_code == 0, result.output
-    if os.environ.get("UPDATE_DOCS"):
-        PAGE.write_text(PAGE.read_text().replace(f"```text\n{shown.text}```", f"```text\n{result.stdout}```"))
-    else:
-        assert result.stdout == shown.text
+    same(PAGE, text.replace(f"```text\n{shown.text}```", f"```text\n{result.stdout}```"))
     assert autopar.ParallelConfig.parse(tmp_path / "config.yaml", 16)
 
 

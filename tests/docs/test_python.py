@@ -270,43 +270,38 @@ def test_start(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
-OTHERS = {"Trainer": "accelerate", "accelerate": "accelerate", "DeepSpeed": "deepspeed"}  # what a section needs
+NEED_ACCELERATE = ("Trainer", "accelerate")
 
 
-def others() -> dict[str, str]:
-    """Heading -> its block, of what is installed here."""
+def libraries() -> dict[str, str]:
+    """Heading -> its block, for the installed libraries. tests/integrations/test_deepspeed.py runs DeepSpeed's."""
     text = (DOCS / "coming-from.md").read_text()
     parts = [(part.partition("\n")[0], codes(part, "python")) for part in text.split("\n## ")[1:]]
     found = {heading: code[0].text for heading, code in parts if code}
     assert len(found) == RUN[DOCS / "coming-from.md"]
-    return {name: code for name, code in found.items() if name not in OTHERS or util.find_spec(OTHERS[name])}
+    left_out = {"DeepSpeed", *(() if util.find_spec("accelerate") else NEED_ACCELERATE)}
+    return {name: code for name, code in found.items() if name not in left_out}
 
 
 @distributed(world_size=2)
-def run_what_others_do(folder: Path) -> None:
-    """All libraries are in one process, so each block ends with what it has made."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
-    warnings.simplefilter("ignore")  # those of others
+def run_all_libraries(folder: Path) -> None:
+    """All libraries are in one process, so each block ends by destroying its groups."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    warnings.simplefilter("ignore")  # from other libraries
     page = DOCS / "coming-from.md"
     run(page, folder, 0)
-    for heading, block in others().items():
+    for heading, block in libraries().items():
         names: dict[str, Any] = {"dataset": Sequences(24)}
-        with launched() if heading in OTHERS else nullcontext():
-            if heading == "DeepSpeed":
-                import deepspeed
-
-                os.environ |= {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
-                ops = deepspeed.ops.__compatible_ops__
-                deepspeed.ops.__compatible_ops__ = dict.fromkeys(ops, False)  # nothing to compile
+        with launched() if heading in NEED_ACCELERATE else nullcontext():
             exec(compile(block, page.name, "exec"), names)
         names["model"].mpu.destroy()
 
 
 @pytest.mark.tier("all")
 def test_coming_from_others(tmp_path: Path) -> None:
-    run_what_others_do(tmp_path)
+    run_all_libraries(tmp_path)
     folders = {"Trainer": "from-trainer", "accelerate": "from-accelerate", "ColossalAI": "from-colossalai/merged"}
-    for name in others().keys() & {*folders, "OSLO"}:
+    for name in libraries().keys() & {*folders, "OSLO"}:
         trained = AutoModelForCausalLM.from_pretrained(tmp_path / folders.get(name, "from-oslo")).lm_head.weight
         assert torch.equal(trained, gpt2().lm_head.weight) == (name == "OSLO"), name
 

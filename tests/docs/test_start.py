@@ -4,7 +4,6 @@ UPDATE_DOCS=1 python -m pytest tests/docs/test_start.py      writes the rows of 
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, rehearsed, search
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, same
 from tests.tiers import in_tier
 
 PAGE = DOCS / "start.md"
@@ -67,15 +66,6 @@ def cells(row: str) -> Iterator[str]:
         yield f"{mesh}{zero}{again}: {best.peak.total / 1e9:.0f} GB, {float(f'{speed:.2g}'):,.0f} tokens/s"
 
 
-def check(row: str) -> None:
-    line = f"| {row} | {' | '.join(cells(row))} |"
-    text = PAGE.read_text()
-    if os.environ.get("UPDATE_DOCS") == "1":
-        PAGE.write_text(re.sub(rf"^\| {re.escape(row)} \|.*$", line, text, flags=re.MULTILINE))
-    else:
-        assert line in text.splitlines()
-
-
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT asks for it
 @pytest.mark.tier("all")
 def test_seven_billion_parameters_on_small_cards() -> None:
@@ -93,4 +83,6 @@ def test_seven_billion_parameters_on_small_cards() -> None:
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("row", ROWS)
 def test_the_table(row: str) -> None:
-    check(row)
+    line = f"| {row} | {' | '.join(cells(row))} |"
+    same(PAGE, re.sub(rf"^\| {re.escape(row)} \|.*$", line, PAGE.read_text(), flags=re.MULTILINE))
+    assert line in PAGE.read_text().splitlines()
