@@ -204,15 +204,8 @@ durations: $(VENV) fetch ## write tests/durations.json anew, on a quiet machine 
 mutations: $(VENV) ## plant each fault of tests/mutations and see the test that catches it (half an hour)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.mutations.plant
 
-# Not every parameter needs an entry in a docstring, but an entry needs a parameter (`tp, pp:` is one of two).
-lint: $(VENV) ## check style, formatting, types, imports and docstrings
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy  # strict, with the settings in pyproject.toml
-	$(BIN)/lint-imports  # the contracts in pyproject.toml
-	@$(BIN)/pydoclint -q autopar 2>&1 | awk '/\.py$$/ {file = $$0} \
-	/DOC(001|104|105)|docstring but not in the function signature: \[([^]]*: , )?[a-z_]+: / {print file, $$0; bad = 1} \
-	END {exit bad}'
+lint: $(VENV) ## run the hooks of .pre-commit-config.yaml: style, spelling, words, docstrings, layers, types
+	PRE_COMMIT_HOME=.cache/pre-commit $(BIN)/pre-commit run --all-files
 
 # Sphinx lies beside .venv, and takes the docstrings from what .venv has. A warning is an error, and so is a dead link.
 docs: $(VENV) $(DOCS) ## build the site: all pages and the API, build/site/index.html; needs no network to be read

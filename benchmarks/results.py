@@ -47,12 +47,13 @@ def is_stale(result: dict[str, Any], digest: str | None = None) -> bool:
     return result.get("code") != (digest or code_digest())
 
 
-def caption(result: dict[str, Any], digest: str | None = None) -> str:
-    """Say when, where and with what a result was measured, and whether the code is another one now."""
+def caption(result: dict[str, Any], digest: str | None = None, load: bool = True) -> str:
+    """Return when, where and with which versions a result was measured, and whether the code has changed since."""
     place, made = result["machine"], result["versions"]
     note = f" **{STALE}**" if is_stale(result, digest) else ""
+    busy = f", load {place['load']}" if load else ""
     return (
-        f"{result['date']}, {place['cores']} cores of {place['cpu']}, {place['memory_gib']} GiB, load {place['load']}; "
+        f"{result['date']}, {place['cores']} cores of {place['cpu']}, {place['memory_gib']} GiB{busy}; "
         f"Python {made['python']}, torch {made['torch']}, transformers {made['transformers']}; "
         f"code `{result['code']}`{note}"
     )

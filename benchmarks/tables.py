@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from benchmarks.chart import bar_chart, line_chart
@@ -18,52 +20,44 @@ FRONT = ROOT / "README.md"
 FRONT_START, FRONT_END = "<!-- numbers: written by python -m benchmarks tables -->", "<!-- end of numbers -->"
 
 PAGE = ROOT / "docs" / "performance.md"
-SECTIONS = {
+SECTIONS = {  # result -> heading, introduction
     "curves": (
         "Loss curves",
-        "A GPT-2 of two blocks learns the text of the tutorials. Both runs begin with the same weights, take the same "
-        "samples, and step with AdamW.",
+        "A small GPT-2 trains on the text of the tutorials with AdamW. Both runs start with the same weights and see "
+        "the same samples.",
     ),
     "step": (
         "Tensor parallelism over 2 ranks",
-        "The parentheses say how many times as fast as one thread a variant is. A dash stands for a library that has "
-        "no plan for the model, or for what was not measured.",
+        "The speedup over one thread is in parentheses. A dash means that the library has no plan for the model, or "
+        "that nothing was measured.",
     ),
     "pipeline": (
-        "Schedules of a pipeline over 2 stages",
-        "The textbook's share is m / (m + p - 1) for m micro-batches and p stages. A schedule that splits backwards "
-        "may reach more than it.",
-    ),
-    "replicas": (
-        "Data-parallel replicas over 2 ranks",
-        "The rivals are torch's own; above 1 a way is faster than its rival. `in the backward` is "
-        "`autopar.average_in_backward`.",
+        "Pipeline schedules over 2 stages",
+        "`of the bound` is the speedup divided by its bound, p m / (m + p - 1) for m micro-batches and p stages. "
+        "Schedules that split the backward pass, or have several stages on a rank, can exceed it.",
     ),
     "optimizers": (
-        "Optimizers that look at whole matrices",
-        "Muon's matrices are stepped on one rank each (`owned`), on all (`duplicated`), or in shards "
-        "(`sharded`). All ranks together send `sent` in a step, and the fullest rank keeps `state`. torch's Muon "
-        "computes in bfloat16: a CPU without instructions for it takes hundreds of times as long as for AdamW.",
+        "Optimizers that need full matrices",
+        "Muon steps each matrix on one rank (`owned`), on every rank (`duplicated`), or in shards (`sharded`). `sent` "
+        "is the total of all ranks in a step; `state` is the largest on any rank. torch's Muon computes in bfloat16. "
+        "On a CPU without bfloat16 instructions it takes hundreds of times as long as AdamW.",
     ),
     "experts": (
-        "A mixture over 2 ranks",
-        "All ways train on the same tokens; each token chooses two experts. `sent` is what a rank's collectives are "
-        "given in a step, `held` its weights, gradients and states.",
+        "Mixture of experts over 2 ranks",
+        "All variants train on the same tokens, with two experts for each token. `sent` is the input of a rank's "
+        "collectives in a step; `held` is its weights, gradients and optimizer state.",
     ),
     "memory": (
         "Memory of a training step",
-        "The parts are the tensors that live when most do. `planned` is what `autopar.plan_memory` says, of the rank "
-        "that holds most; `resident` is the growth of the whole process.",
+        "MiB on the rank with the largest sum. The parts are the tensors alive at the peak. `planned` comes from "
+        "`autopar.plan_memory`; `resident` is the growth of the process's resident set.",
     ),
     "loading": (
         "Loading shards",
-        "`autopar` is `autopar.from_pretrained` on 2 ranks, `initialize` is transformers' `from_pretrained` with "
-        "`autopar.initialize` behind it.",
-    ),
-    "saving": (
-        "Saving on 4 ranks",
-        "The weights and AdamW's state of a Llama (experts: a Mixtral), written by all ranks. A share is all bytes "
-        "divided by 4. `torch` is FSDP2 with `torch.distributed.checkpoint`, in turns with autopar's ZeRO 3.",
+        "Two ranks load a checkpoint of 970 MiB; a share is half of it. `autopar` is `autopar.from_pretrained`, and "
+        "`shards` is the same call for shards that autopar saved. `parallelized` is `model.from_parallelized` into a "
+        "lazy model. `initialize` is transformers' `from_pretrained` and then `autopar.initialize`; `transformers` is "
+        "its tensor-parallel loading.",
     ),
     "merging": (
         "Merging a checkpoint",
@@ -71,8 +65,67 @@ SECTIONS = {
     ),
     "planning": (
         "Planning without weights",
-        "One process does the work of rank 0. This is the plan of `initialize`; `autopar plan` searches over many.",
+        "One process does the work of rank 0. `autopar plan` compares many such plans.",
     ),
+    "replicas": (
+        "Data parallelism over 2 ranks",
+        "The speedup is relative to torch's own implementation in the same rows. `in the backward` is "
+        "`autopar.average_in_backward`.",
+    ),
+    "saving": (
+        "Saving on 4 ranks",
+        "All ranks write the weights and AdamW's state of a Llama (a Mixtral for ep 2). A share is a quarter of the "
+        "bytes. The last table compares FSDP2 with `torch.distributed.checkpoint` to autopar with ZeRO 3.",
+    ),
+}
+COLUMNS = {  # result -> the columns on the page, with their headings
+    "pipeline": {
+        "schedule": "schedule",
+        "one process, ms": "one process, ms",
+        "pipeline, ms": "pipeline, ms",
+        "speedup": "speedup",
+        "of textbook": "of the bound",
+        "CPU of all stages / of one": "CPU time / one process",
+        "activations, MiB a stage": "activations of stages, MiB",
+    },
+    "replicas": {"row": "", "way": "variant", "ms": "ms", "rival / way": "speedup"},
+    "optimizers": {
+        "way": "variant",
+        "whole step, ms": "training step, ms",
+        "step, ms": "optimizer.step(), ms",
+        "sent, MiB": "sent, MiB",
+        "state, MiB": "state, MiB",
+    },
+    "experts": {key: key for key in ("experts", "way", "step, ms", "sent, MiB", "held, MiB")} | {"way": "variant"},
+    "memory": {"config": "config"}
+    | {
+        f"{key}, MiB": key
+        for key in ("weights", "gradients", "optimizer", "logits", "activations", "sum", "planned", "resident")
+    },
+    "loading": {
+        "variant": "variant",
+        "peak / share": "peak / share",
+        "read / share": "read / share",
+        "s": "s",
+        "with a forward, s": "with a forward, s",
+    },
+    "saving": {
+        "mesh": "mesh",
+        "s": "s",
+        "peak / share": "peak / share",
+        "async s": "async, s",
+        "async peak / share": "async peak / share",
+        "autopar s": "autopar, s",
+        "torch / autopar": "torch / autopar",
+    },
+    "merging": {"variant": "variant", "s": "s", "/ cp": "/ cp", "MB/s": "MB/s", "peak memory, MiB": "peak memory, MiB"},
+    "planning": {
+        "model": "model",
+        "tp x pp x dp": "tp x pp x dp",
+        "plan, s": "plan, s",
+        "initialize, s": "initialize, s",
+        "most memory, MiB": "most memory, MiB",
+    },
 }
 
 
@@ -128,7 +181,7 @@ def plain_table(result: Result) -> str:
 def curves_table(result: Result) -> str:
     """Write both losses at some steps, and the largest difference of all."""
     rows = result["rows"]
-    every = max(len(rows) // 8, 1)
+    every = max(len(rows) // 4, 1)
     found = [(step, one, mesh, abs(mesh - one)) for step, one, mesh in map(dict.values, rows)]
     lines = [[step, f"{one:.6f}", f"{mesh:.6f}", f"{apart:.1e}"] for step, one, mesh, apart in found]
     most, at = max((apart, step) for step, _, _, apart in found)
@@ -227,15 +280,30 @@ def rivals_table(result: Result) -> str:
     return markdown(["", *RIVALS.values()], lines)
 
 
+def _of_page(name: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Select the rows and columns of a result for docs/performance.md; ``benchmarks/README.md`` has all of them."""
+    if name == "memory":
+        most = {row["config"]: row for row in sorted(rows, key=lambda row: (row["sum, MiB"], row["resident, MiB"]))}
+        rows = [row for row in rows if most[row["config"]] is row]
+    titles = COLUMNS.get(name, {})
+    kept = [{title: row[key] for key, title in titles.items() if key in row} for row in rows]
+    return [row for row in kept if len(row) > 2]  # without facts about a run
+
+
 def page(results: Mapping[str, Result], digest: str | None = None) -> str:
-    """Write the sections of docs/performance.md."""
-    parts = []
+    """Write the sections of docs/performance.md. A caption below a table also holds for the next tables."""
+    parts, last = [], ""
     for name, (title, words) in SECTIONS.items():
         if name in results:
+            result = dict(results[name])
             chart = f"![{title}](../benchmarks/results/{name}.svg)\n\n" if name in CHARTS else ""
-            table = rivals_table if name == "step" else WRITERS.get(name, plain_table)
-            when = caption(dict(results[name]), digest)
-            parts.append(f"## {title}\n\n{words}\n\n{chart}{table(results[name])}\n{when}\n")
+            write = rivals_table if name == "step" else WRITERS.get(name, plain_table)
+            rows = _of_page(name, result["rows"]) if name in COLUMNS else result["rows"]
+            table = re.sub(r" ?\| ?", "|", write({"rows": rows}).replace(" --- ", "---"))
+            when = caption(result | {"date": result["date"].split()[0]}, digest, load=False)
+            parts.append(f"## {title}\n\n{fill(words, 100)}\n\n{chart}{table}")
+            parts += [f"{fill(when, 100)}\n"] if when != last else []
+            last = when
     return "\n".join(parts)
 
 

@@ -1,5 +1,6 @@
 """The pages of the documentation, and the code in them."""
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,13 @@ def section(page: Path, start: str, end: str | None = None) -> str:
     text = page.read_text()
     text = text[text.index(start) :]
     return text[: text.index(end)] if end else text
+
+
+def same(page: Path, text: str) -> None:
+    """Compare a page with the text that it should have; UPDATE_DOCS=1 writes it."""
+    if os.environ.get("UPDATE_DOCS"):
+        page.write_text(text)
+    assert page.read_text() == text, "write the page: UPDATE_DOCS=1 python -m pytest, with this test"
 
 
 def anchors(text: str) -> set[str]:

@@ -3,7 +3,6 @@
 UPDATE_DOCS=1 python -m pytest tests/docs/test_memory_page.py      writes them
 """
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import gigabytes, on_host
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, same
 
 PAGE = DOCS / "memory.md"
 HEAD = "|---|---|---|---|---|---|---|---|---|\n"
@@ -74,9 +73,4 @@ def _rows() -> Iterator[str]:
 
 @pytest.mark.tier("all")
 def test_the_table_is_what_the_planner_counts() -> None:
-    text = PAGE.read_text()
-    written = re.sub(rf"(?<={re.escape(HEAD)})(\|.*\n)*", lambda _: "".join(_rows()), text)
-    if os.environ.get("UPDATE_DOCS") == "1":
-        PAGE.write_text(written)
-    else:
-        assert text == written, "run UPDATE_DOCS=1 python -m pytest tests/docs/test_memory_page.py"
+    same(PAGE, re.sub(rf"(?<={re.escape(HEAD)})(\|.*\n)*", lambda _: "".join(_rows()), PAGE.read_text()))

@@ -37,7 +37,7 @@ from tests.worlds import distributed
 # Page -> how many of its blocks run here. Those that begin with the name of a file belong to the guide (test_guide.py).
 RUN = {
     DOCS / "attention-kernels.md": 1,
-    DOCS / "coming-from.md": 6,
+    DOCS / "coming-from.md": 5,
     DOCS / "checkpoints.md": 2,
     DOCS / "experts.md": 1,
     DOCS / "inference.md": 6,
@@ -317,45 +317,27 @@ def test_start(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
-OTHERS = {"Trainer": "accelerate", "accelerate": "accelerate", "DeepSpeed": "deepspeed"}  # what a section needs
-
-
-def others() -> dict[str, str]:
-    """Heading -> its block, of what is installed here."""
-    text = (DOCS / "coming-from.md").read_text()
-    parts = [(part.partition("\n")[0], codes(part, "python")) for part in text.split("\n## ")[1:]]
-    found = {heading: code[0].text for heading, code in parts if code}
-    assert len(found) == RUN[DOCS / "coming-from.md"]
-    return {name: code for name, code in found.items() if name not in OTHERS or util.find_spec(OTHERS[name])}
-
-
 @distributed(world_size=2)
-def run_what_others_do(folder: Path) -> None:
-    """All libraries are in one process, so each block ends with what it has made."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
-    warnings.simplefilter("ignore")  # those of others
+def run_the_libraries(folder: Path) -> None:
+    """Run all blocks but DeepSpeed's, which tests/integrations/test_deepspeed.py runs."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    warnings.simplefilter("ignore")  # from other libraries
     page = DOCS / "coming-from.md"
     run(page, folder, 0)
-    for heading, block in others().items():
+    accelerate, _, *others = blocks(page)
+    for block in [accelerate, *others] if util.find_spec("accelerate") else others:
         names: dict[str, Any] = {"dataset": Sequences(24)}
-        with launched() if heading in OTHERS else nullcontext():
-            if heading == "DeepSpeed":
-                import deepspeed
-
-                os.environ |= {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
-                ops = deepspeed.ops.__compatible_ops__
-                deepspeed.ops.__compatible_ops__ = dict.fromkeys(ops, False)  # nothing to compile
+        with launched() if block == accelerate else nullcontext():
             exec(compile(block, page.name, "exec"), names)
         names["model"].mpu.destroy()
 
 
 @pytest.mark.tier("all")
 def test_coming_from_others(tmp_path: Path) -> None:
-    run_what_others_do(tmp_path)
-    folders = {"Trainer": "from-trainer", "accelerate": "from-accelerate", "ColossalAI": "from-colossalai/merged"}
-    for name in others().keys() & {*folders, "OSLO"}:
-        trained = AutoModelForCausalLM.from_pretrained(tmp_path / folders.get(name, "from-oslo")).lm_head.weight
-        assert torch.equal(trained, gpt2().lm_head.weight) == (name == "OSLO"), name
+    run_the_libraries(tmp_path)
+    for folder in ["from-accelerate", "from-oslo", "from-colossalai/merged"][not util.find_spec("accelerate") :]:
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path / folder).lm_head.weight
+        assert torch.equal(trained, gpt2().lm_head.weight) == (folder == "from-oslo"), folder
 
 
 @distributed(world_size=2)
