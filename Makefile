@@ -210,9 +210,9 @@ lint: $(VENV) ## check style, formatting, types, imports and docstrings
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy  # strict, with the settings in pyproject.toml
 	$(BIN)/lint-imports  # the contracts in pyproject.toml
-	@$(BIN)/pydoclint -q autopar 2>&1 | awk '/\.py$$/ {file = $$0} \
+	@{ $(BIN)/pydoclint -q autopar 2>&1 || true; } | awk '/\.py$$/ {file = $$0} \
 	/DOC(001|104|105)|docstring but not in the function signature: \[([^]]*: , )?[a-z_]+: / {print file, $$0; bad = 1} \
-	END {exit bad}'
+	END {exit bad + 0}'
 
 # Sphinx lies beside .venv, and takes the docstrings from what .venv has. A warning is an error, and so is a dead link.
 docs: $(VENV) $(DOCS) ## build the site: all pages and the API, build/site/index.html; needs no network to be read
