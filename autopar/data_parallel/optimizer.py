@@ -482,10 +482,10 @@ class OptimizerProxy:
         if moved:
             kind = type(self.plain).__name__
             raise ConfigError(
-                f"{kind}.step() changed {len(moved)} of {len(self._watched)} weights of the model directly (first "
-                f"{moved[0]}).\n  The step must change the tensors in its groups: fp32 weights, or full matrices of "
-                "sharded parameters, which\n  are then written into the model. Direct changes, by an inner optimizer "
-                "or a hook, would be lost.\n  Wrap the optimizer after initialize: model, inner = "
+                f"{kind}.step() changed weights of the model directly, expected only the tensors in its groups\n"
+                f"  Changed: {len(moved)} of {len(self._watched)}, first {moved[0]}. The groups hold fp32 weights, or "
+                "full matrices of\n  sharded parameters, which are then written into the model. Direct changes, by an "
+                "inner optimizer or a hook,\n  would be lost.\n  Wrap the optimizer after initialize: model, inner = "
                 f"autopar.initialize(model, config, optimizer=inner);\n  {kind}(inner). Register hooks of the step "
                 "after initialize, too. Or leave precision out."
             )

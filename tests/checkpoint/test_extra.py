@@ -93,7 +93,7 @@ def _differing(model: Any) -> list[tuple[str, Any, tuple[str, ...]]]:
 
     return [
         ("a number", {"epoch": 3, "loss": 0.5 + rank},
-         ("differs between ranks in 1 of 2 places: extra.loss is 0.5 on rank 0 and 1.5 on rank 1", "in extra.loss.")),
+         ("differs between ranks in 1 of 2 places: extra.loss is 0.5 on rank 0 and 1.5 on", "All places: extra.loss.")),
         ("a tensor", {"w": torch.arange(6.0) + rank}, ("extra.w is a tensor [6] of float32 on rank 0 and another on",)),
         ("a key", {"x": 1} if rank else {"y": [1], "x": 1}, ("extra.y is [1] on rank 0 and missing on rank 1",)),
         ("text", {"t": "same" * 99 + str(rank)}, (r"extra.t is ", "and another on rank 1")),

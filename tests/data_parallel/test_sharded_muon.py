@@ -205,7 +205,7 @@ def test_other_optimizers_are_refused_with_what_works() -> None:
         (SHARDED, Mine, f"optimizer.full_matrix=sharded {itself} {mine}"),
         (SHARDED, partial(Own, update=lamb), instead),
         (split, Mine, f"optimizer.split_fused=true {itself}"),
-        (split, torch.optim.AdamW, "not for torch.optim.adamw.AdamW.\n  Leave it out."),
+        (split, torch.optim.AdamW, "got torch.optim.adamw.AdamW.\n  Leave it out."),
         (split, Muon, none),
         ({**split, "zero": {"stage": 3}}, Muon, "zero.stage=3 is not supported with optimizer.split_fused"),
         ({**SHARDED, "zero": {"stage": 3}}, Muon, "Use zero.stage 1, where a rank steps full matrices"),

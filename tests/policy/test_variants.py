@@ -93,7 +93,7 @@ def test_a_policy_that_is_given_is_one(tmp_path: Path) -> None:
     path = family(tmp_path)
     with refused(
         f"{path} holds 3 policies, expected one\n  Write a policy that extends one of them: {{extends: narrow}}, or "
-        "one of wide, other"
+        "one of wide, other."
     ):
         read_user_policy(path)
 
