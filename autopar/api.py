@@ -90,7 +90,7 @@ def initialize(
     call = same_on_every_rank(lambda: check_call(*given), Call.fingerprint)
     # 2. Make the process groups of the mesh.
     mpu = MPU.of(call.config)
-    try:  # 3. Plan the shards of each rank, and run them without data. The model has not changed.
+    try:  # 3. Plan the shards of each rank, and run them without data. The model is unchanged.
         plans, weights = make_plans(model, call, mpu, optimizer)
     except Exception:
         mpu.destroy()
@@ -109,7 +109,7 @@ def deparallelize(model: Model) -> Model:
 
     Raises:
         ConfigError: The model is not parallelized.
-        CheckpointError: A save in the background failed. The model has not changed, and a second call continues.
+        CheckpointError: A save in the background failed. The model is unchanged, and a second call continues.
     """
     state: Parallelized | None = vars(model).get("_autopar")
     if state is None:

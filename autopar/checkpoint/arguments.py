@@ -71,7 +71,7 @@ def absolute(directory: object) -> str:
 
 
 def seconds(timeout: object, default: float | None = None) -> float:
-    """Return a timeout in seconds, or ``default`` if it is invalid. Raises CheckpointError if there is no default."""
+    """Return a timeout in seconds, or ``default`` if it is invalid. Raises CheckpointError without a default."""
     if isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0:
         return float(timeout)
     if default is None:

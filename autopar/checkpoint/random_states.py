@@ -46,7 +46,7 @@ def check(value: Json, tracker: Any) -> None:
 def restore(value: Json, tracker: Any = None) -> Any:
     """Restore the states of :func:`take` or :func:`choose`; return the tracker of the named streams.
 
-    The GPU's generator is left unchanged if there is no saved GPU state or no GPU.
+    The GPU's generator is left unchanged without a saved GPU state or without a GPU.
 
     Raises:
         CheckpointError: ``value`` is damaged. Nothing has changed.

@@ -151,7 +151,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Return the last saved checkpoint of a series, or None if there is none.
 
     The order of saves counts, not the number in the name: a run that went back from step-400 to step-200 and saved
-    step-300 continues from step-300. There is no communication. On a shared disk every rank finds the same folder, and
+    step-300 continues from step-300. It does not communicate. On a shared disk every rank finds the same folder, and
     ``from_parallelized`` raises if ranks differ.
 
     Args:

@@ -50,7 +50,7 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
     """Return the path and the one Hugging Face model inside ``root`` (often ``root`` itself).
 
     Raises:
-        UnsupportedModelError: There is no model, or more than one.
+        UnsupportedModelError: The number of models is not one.
     """
     found = _hugging_face_models(root)
     if len(found) == 1:

@@ -1,7 +1,7 @@
 """Compare gradients and weights over the data-parallel replicas at ``optimizer.step()``.
 
 Ranks with the same shard write digests into torch.distributed's key-value store, and each rank reads the digests of the
-others. There is no collective, because a rank that skips its step would block it. The first step waits for the digests
+others. It uses no collective, because a rank that skips its step would block it. The first step waits for the digests
 of the other ranks. Later steps wait a few seconds, and compare late digests in a later step.
 """
 

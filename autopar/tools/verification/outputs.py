@@ -115,7 +115,7 @@ OF_GRADIENTS = 10
 
 
 class Distance(NamedTuple):
-    """Largest difference, relative to the largest expected element; ``problem``: the reason if there is no number."""
+    """Largest difference, relative to the largest expected element; ``problem``: the reason for a missing number."""
 
     relative: float
     problem: str = ""
