@@ -13,24 +13,24 @@ import pytest
 
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "cli": 571,
-    "setup": 422,
-    "checkpoint": 4709,
+    "cli": 569,
+    "setup": 425,
+    "checkpoint": 4710,
     "config": 594,
-    "data_parallel": 2519,
-    "deferred_init": 991,
-    "distributed": 2448,
-    "dry_run": 1568,
-    "features": 11033,
+    "data_parallel": 2518,
+    "deferred_init": 992,
+    "distributed": 2445,
+    "dry_run": 1567,
+    "features": 11022,
     "compat": 907,
     "guards": 584,
-    "integrations": 2298,
-    "pipeline_parallel": 3299,
-    "plan": 2187,
-    "policy": 1428,
-    "storage": 1235,
+    "integrations": 2289,
+    "pipeline_parallel": 3368,
+    "plan": 2189,
+    "policy": 1425,
+    "storage": 1234,
     "tensor_parallel": 2783,
-    "tools": 12425,
+    "tools": 12644,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"
