@@ -24,7 +24,7 @@ from tests.random_models import batches, build, cases
         (["llama", "--tp", "2", "--task", "masked"], "llama has no class for the task 'masked'; it has LlamaFor"),
         (["llama", "--sp", "--pp", "2"], "--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more"),
         (["llama", "--tp", "2", "--config", "c.yaml"], "--config c.yaml has the sizes: leave out --tp, --pp, --cp"),
-        (["llama", "--tp", "2", "--device", "tpu"], "device must be cpu or cuda, not 'tpu'"),
+        (["llama", "--tp", "2", "--device", "tpu"], "device must be 'cpu' or 'cuda'; got 'tpu'"),
         (["gpt2", "--tp", "2", "--batches", "nowhere.py:batches"], "nowhere.py does not exist"),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_module_and_batches_of_a_script(tmp_path: Path, monkeypatch: pytest.Mo
     Path("policy.yaml").write_text(_POLICY)
     command = ["verify", "my_model.py:Plain", "--tp", "2", "--policy", "policy.yaml", "--json"]
     result = CliRunner().invoke(app, command)
-    assert "what the forward of Plain takes is not known: give batches=" in result.stdout
+    assert "verify cannot make inputs for Plain.\n  Pass batches=" in result.stdout
     result = CliRunner().invoke(app, [*command, "--batches", "my_model.py:batches"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)

@@ -12,7 +12,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from autopar.config import ParallelConfig
 from autopar.tools.verification.checks import Draw, Place, wrong_draws
-from autopar.tools.verification.report import Report
+from autopar.tools.verification.report import VerificationReport
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.verify import checks_of, verify_on_ranks
 from tests.parity import language_batches
@@ -40,7 +40,7 @@ def _t5() -> Any:
 
 def _verified(
     build: Any, sizes: dict[str, Any], change: Callable[[Session], None] | None = None, **more: Any
-) -> Report:
+) -> VerificationReport:
     torch.manual_seed(0)
     model = build()
     batches = language_batches(131, count=1)

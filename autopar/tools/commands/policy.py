@@ -16,7 +16,7 @@ from autopar.errors import ConfigError, VerificationError, listed
 
 if TYPE_CHECKING:
     from autopar.tools.derivation.derive import Derived
-    from autopar.tools.verification.report import Report
+    from autopar.tools.verification.report import VerificationReport
 
 
 policy = typer.Typer(
@@ -313,7 +313,7 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
     }
 
 
-def _comments(kind: str, derived: Derived, sharded: float, report: Report | None) -> list[str]:
+def _comments(kind: str, derived: Derived, sharded: float, report: VerificationReport | None) -> list[str]:
     lines = [f"{kind}: derived from its modules and a forward; {sharded:.1%} of its parameters are sharded."]
     if report is None:
         lines.append("Not proven: compare outputs and gradients with the plain model's before you rely on it.")

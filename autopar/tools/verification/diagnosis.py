@@ -27,7 +27,7 @@ from autopar.plan.stages import StagePlan
 from autopar.tools.planner.parallelized import rule_of
 from autopar.tools.verification.checks import generated, prompt_of
 from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, gathered, local, local_part, measure, reseed
-from autopar.tools.verification.recording import Entry, Recording, recorded
+from autopar.tools.verification.recording import ModuleCall, Recording, recorded
 from autopar.tools.verification.report import Culprit, Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.unit_rules import contradicting_layers
@@ -103,7 +103,7 @@ class Comparison:
                 events.append(self._event(entry, entry.kind, name, distance))
         return events
 
-    def _paired(self, plain: Recording, mine: Recording) -> list[tuple[Entry, Entry | None]]:
+    def _paired(self, plain: Recording, mine: Recording) -> list[tuple[ModuleCall, ModuleCall | None]]:
         """Return the plain model's entries, each with this rank's, whose last calls count if there are more."""
         expected, found = (Counter((entry.path, entry.kind) for entry in each.entries) for each in (plain, mine))
         more = {place: max(0, count - expected[place]) for place, count in found.items()}
@@ -137,7 +137,7 @@ class Comparison:
                 events += self._of_parameters(entry, models, _SMALL * largest)
         return events
 
-    def _of_parameters(self, entry: Entry, models: tuple[nn.Module, nn.Module], floor: float) -> Iterator[Event]:
+    def _of_parameters(self, entry: ModuleCall, models: tuple[nn.Module, nn.Module], floor: float) -> Iterator[Event]:
         plain, mine = (dict(model.named_parameters()) for model in models)
         for name, parameter in plain.items():
             if name.rpartition(".")[0] != entry.path:
@@ -169,7 +169,7 @@ class Comparison:
         return replicated or bool(planned.summed) or planned.aside or planned.enter_output
 
     def _event(
-        self, entry: Entry, kind: str, name: str, distance: Distance | None, readers: tuple[str, ...] = ()
+        self, entry: ModuleCall, kind: str, name: str, distance: Distance | None, readers: tuple[str, ...] = ()
     ) -> Event:
         allowed = self.tolerance * (OF_GRADIENTS if kind in ("gradient", "parameter") else 1)
         verdict = None if distance is None else distance.relative <= allowed
@@ -177,7 +177,7 @@ class Comparison:
         return Event(entry.path, kind, verdict, name, difference, entry.call, readers)
 
 
-def _owners(entries: Sequence[Entry], stages: StagePlan) -> list[int]:
+def _owners(entries: Sequence[ModuleCall], stages: StagePlan) -> list[int]:
     """Return for each entry the pipeline rank that computes it: the rank of the last block that began before."""
     places = {path: place for place, path in enumerate(stages.elements) if place != stages.encoder}
     result: list[int] = []
