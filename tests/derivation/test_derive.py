@@ -116,7 +116,7 @@ def test_what_forward_wants_whole_is_sharded_and_gathered() -> None:
         "key": {"column": "heads", "gather_output": True},
         "back": {"row": "heads", "split_input": True},
     }
-    assert derived.gathered == ("blocks.*.back", "blocks.*.key", "blocks.*.query") and derived.whole == ()
+    assert derived.gathered == ("blocks.*.back", "blocks.*.key", "blocks.*.query") and derived.replicated == ()
 
 
 def test_a_weight_that_training_uses_by_itself_stays_whole() -> None:
@@ -154,7 +154,7 @@ def test_the_text_is_the_policy() -> None:
 
 
 def test_nothing_can_be_sharded() -> None:
-    with pytest.raises(UnsupportedModelError, match="no layers follow one another so that units of the first meet"):
+    with pytest.raises(UnsupportedModelError, match="no two consecutive layers share units"):
         derive(TangledModel(OddConfig()))
 
 

@@ -16,8 +16,8 @@ from tests.random_models import batches, build, cases
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["llama"], "one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them"),
-        (["llama", "--tp", "2", "--checks", "forwards"], "no check 'forwards'. Did you mean 'forward'? Known: "),
+        (["llama"], "verify requires several ranks; set --tp 2, --pp 2, --dp 2 or --cp 2"),
+        (["llama", "--tp", "2", "--checks", "forwards"], dropout; got 'forwards'. Did you mean 'forward'?"),
         (["lama", "--tp", "2"], "'lama' is not a folder with a config.json or a model type"),
         (["llama", "--tp", "2", "--dtype", "fp32"], "--dtype fp32 must be one of float64, float32, bfloat16, float16."),
         (["llama", "--tp", "2", "--task", "classify"], "'classify' is not a task or a class of llama."),

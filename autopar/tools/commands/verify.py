@@ -1,4 +1,4 @@
-"""``autopar verify``: a model run plain and parallelized on the same inputs, and whether they are the same."""
+"""``autopar verify``: compare a parallelized model with the reference model on the same inputs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def verify(
         if tp * pp * dp * cp * ep == 1 and config is None:
             from autopar.errors import ConfigError
 
-            raise ConfigError("one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them")
+            raise ConfigError("verify requires several ranks; set --tp 2, --pp 2, --dp 2 or --cp 2")
         from autopar.tools.commands.models import named_object
         from autopar.tools.verification.verify import checks_of, verify as compare
 
@@ -88,7 +88,7 @@ def verify(
 def _model(
     source: str, task: str | None, small: bool, dtype: str, quantization: str | None, lora: int | None, trust: bool
 ) -> nn.Module:
-    """Build the model with memory, from its weights if there are any, else small and random; quantize and adapt it."""
+    """Build the model from its weights, or a small random model. Quantize it and add LoRA."""
     import torch
     import transformers
 
@@ -103,7 +103,7 @@ def _model(
     transformers.logging.disable_progress_bar()
     head, form = of_task(source, task, trust=trust), getattr(torch, dtype)
     own: Any = head.kind
-    folder = Path(head.folder)  # of a model of the hub it is found out by loading whether it has weights
+    folder = Path(head.folder)  # for a hub model, only loading shows if there are weights
     empty = folder.is_dir() and not any(next(folder.glob(files), None) for files in _WEIGHTS)
     if head.kind is None:
         model = head.make().to(form)

@@ -1,4 +1,4 @@
-"""Compare weights, outputs, tokens, gradients, a step and checkpoints with the reference model: the checks of ``verify``.
+"""Compare weights, outputs, tokens, gradients, a step and checkpoints with the reference model: ``verify``'s checks.
 
 The last check compares random draws. Replicated activations must get identical draws, and shards must get different
 draws, at the rates of the reference model. The reference model cannot reproduce the draws of several tensor-parallel
@@ -264,9 +264,7 @@ def generate(session: Session) -> list[Row]:
     try:
         expected = generated(session.plain, inputs)
     except Exception as error:  # not caused by parallelism
-        return [
-            Row("generate", "tokens", None, note=f"the reference model cannot generate: {type_and_text(error, 120)}")
-        ]
+        return [Row("generate", "tokens", None, note=f"the reference model fails: {type_and_text(error, 120)}")]
     actual = generated(session.parallel, inputs)
     same = torch.equal(actual.sequences, expected.sequences)
     mine, theirs = (output.sequences[0, -_TOKENS:].tolist() for output in (actual, expected))
@@ -344,7 +342,7 @@ def _save_plain(session: Session, folder: Path) -> None:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Yield a temporary folder that all ranks share, and disable progress bars. Ranks must share the temporary folder."""
+    """Yield a temporary folder that all ranks share, and disable progress bars inside the block."""
     shown = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()
     place = of_first(tempfile.mkdtemp(prefix="autopar-verify-") if dist.get_rank() == 0 else "")
@@ -512,15 +510,13 @@ def _of_stages(session: Session) -> list[Row]:
     pairs = same_floats(expected, outputs)
     found = [Named(name, measure(theirs, own)) for name, own, theirs in pairs if theirs is not None]
     row = worst_row("dropout", "outputs, with the plain model's draws", found, session.tolerance, show=False)
-    others = "a stage draws different numbers than the reference model, or in a different order"
+    others = "a stage draws other numbers than the plain model, or in another order"
     return [row if row.holds is not False or row.note else replace(row, note=others)]
 
 
 def _of_ranks(session: Session) -> list[Row]:
     """Compare the states and rates of draws over all ranks of a replica, then generator states and outputs."""
-    session.evaluate(
-        session.parallel, copy.deepcopy(session.own_part(session.batches[0]))
-    )  # a first forward may run twice
+    session.evaluate(session.parallel, copy.deepcopy(session.own_part(session.batches[0])))  # the first may run twice
     plain, _ = _run(session, session.plain)
     mine, outputs = _run(session, session.parallel)
     mpu = session.mpu
@@ -535,8 +531,8 @@ def _of_ranks(session: Session) -> list[Row]:
     note = f"{module or 'the model'} {wrong}" if wrong else f"{len(plain)} draws"
     return [
         Row("dropout", "random draws", not wrong, name=module, note=note),
-        _row_identical("generators behind the forward", {(at.pp, state) for at, _, state, _ in everyone}),
-        _row_identical("outputs of all ranks", {(at.pp, text) for at, _, _, text in everyone}),
+        _row_alike("generators behind the forward", {(at.pp, state) for at, _, state, _ in everyone}),
+        _row_alike("outputs of all ranks", {(at.pp, text) for at, _, _, text in everyone}),
     ]
 
 
@@ -546,7 +542,7 @@ def _comparable(session: Session, draws: list[Draw]) -> list[Draw]:
     return [draw for draw in draws if not draw.module.startswith(inside)] if inside else draws
 
 
-def _row_identical(what: str, found: set[tuple[int, str]]) -> Row:
+def _row_alike(what: str, found: set[tuple[int, str]]) -> Row:
     """Return a row that fails if the ranks of a stage differ."""
     same = len(found) == len({stage for stage, _ in found})
     return Row("dropout", what, same, note="" if same else "the ranks of one stage differ")

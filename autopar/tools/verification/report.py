@@ -14,7 +14,7 @@ from autopar.errors import VerificationError, clip
 if TYPE_CHECKING:
     from rich.table import Table
 
-_LINES = 10  # of an error message
+_LINES = 10  # of an error
 _VERDICTS = {True: "[green]holds[/]", False: "[red]differs[/]", None: "left out"}
 
 

@@ -320,8 +320,8 @@ def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float 
     """
     if device == "cuda" and torch.cuda.device_count() < world:
         raise ConfigError(
-            f"{world} ranks require {world} GPUs, but this machine has {torch.cuda.device_count()}.\n  Use --device cpu to "
-            "compare on the CPU."
+            f"{world} ranks require {world} GPUs, but this machine has {torch.cuda.device_count()}.\n"
+            "  Use --device cpu to compare on the CPU."
         )
     context: Any = multiprocessing.get_context("fork" if forks(device) else "spawn")
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
