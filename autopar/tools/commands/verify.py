@@ -66,7 +66,7 @@ def verify(
         if tp * pp * dp * cp * ep == 1 and config is None:
             from autopar.errors import ConfigError
 
-            raise ConfigError("verify requires several ranks; set --tp 2, --pp 2, --dp 2 or --cp 2")
+            raise ConfigError("one process is the reference model: add --tp 2, --pp 2, --dp 2 or --cp 2")
         from autopar.tools.commands.models import named_object
         from autopar.tools.verification.verify import checks_of, verify as compare
 

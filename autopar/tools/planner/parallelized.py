@@ -88,13 +88,13 @@ def metrics(
 
     Args:
         model: A parallelized model.
-        batch: The batch of this replica, with ``input_ids`` ``[batch, sequence]``. The other replicas are assumed to
-            have equally large batches.
-        seconds: The duration of the step in seconds.
-        gpu: The name of a GPU, for example ``h100``. Default: this process's GPU. ``mfu`` is None if it is unknown.
+        batch: The batch of this replica, with ``input_ids`` ``[batch, sequence]``; all replicas' batches count as
+            equally large.
+        seconds: The seconds of the step.
+        gpu: ``a100``, ``h100`` ...; by default this process's GPU. If it is unknown, ``mfu`` is None.
 
     Returns:
-        The totals over all ranks, and ``tokens_per_second_per_gpu``.
+        Numbers of all ranks together, and ``tokens_per_second_per_gpu``.
 
     Raises:
         ConfigError: If the model is not parallelized or not a Hugging Face model, the batch has no ``input_ids``,

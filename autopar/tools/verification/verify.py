@@ -82,11 +82,11 @@ def verify(
         ``to_dict()``. It prints as a table.
 
     Raises:
-        ConfigError: If an argument is invalid, or no inputs are known for the model. An error of ``initialize`` is a
-            row of the report.
+        ConfigError: The call is wrong, or no inputs are known for the model. A refusal of ``initialize`` is a row of
+        the report, not an error.
     """
     if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be 'cpu' or 'cuda'; got {device!r}")
+        raise ConfigError(f"device must be cpu or cuda, not {device!r}")
     chosen = checks_of(checks)
     if data_parallel_size < 1:
         raise ConfigError(f"data_parallel_size must be at least 1, not {data_parallel_size}")
@@ -150,7 +150,7 @@ def checks_of(wanted: Sequence[str] | None) -> tuple[str, ...]:
     """Return the checks to run, in order. ``step`` requires ``backward``. Raises ConfigError for an unknown check."""
     for name in wanted or ():
         if name not in CHECKS:
-            raise ConfigError(f"a check must be one of {', '.join(CHECKS)}; got '{name}'.{nearest(name, CHECKS)}")
+            raise ConfigError(f"there is no check '{name}'.{nearest(name, CHECKS)} Known: {', '.join(CHECKS)}")
     chosen = {*(wanted or CHECKS), "weights"}
     chosen |= {"backward"} if "step" in chosen else set()
     return tuple(name for name in CHECKS if name in chosen)
