@@ -103,8 +103,8 @@ def test_a_number_of_units_that_shapes_do_not_show() -> None:
     seen, decisions = decide(models, blocks, Decisions())
     with pytest.raises(
         PolicyError,
-        match=r"in blocks\.0 view returns shape \[2, 5, 4, 2\] in a shard, expected \[2, 5, 2, 4\]: a number of units may "
-        r"not be scaled \(attributes\)",
+        match=r"in blocks\.0 view returns shape \[2, 5, 4, 2\] in a shard, expected \[2, 5, 2, 4\]: a number of units "
+        r"may not be scaled \(attributes\)",
     ):
         check_units(models, blocks, decisions, seen, plan)
 

@@ -277,7 +277,7 @@ def _build(kind: type[PreTrainedModel], config: PretrainedConfig | None) -> nn.M
 def _call(made: Callable[[], Any], name: str) -> nn.Module:
     try:
         inspect.signature(made).bind()
-    except TypeError as error:  # missing a required argument: 'config'
+    except TypeError as error:  # required arguments
         raise ConfigError(f"{name}: {error}; name a function that returns a model without arguments") from None
     model = made()
     if not isinstance(model, nn.Module):

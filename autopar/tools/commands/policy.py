@@ -142,7 +142,7 @@ def show(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Print what each rank would hold of every parameter, and the line of the policy that says so. Nothing is run."""
+    """Print the shard of every parameter on each rank, and the policy line of its rule. The model does not run."""
     with errors(as_json):
         file, named = policy_and_model(source, model)
         from autopar.tools.commands.models import heads
@@ -231,7 +231,7 @@ def _alike(values: list[str], tp: int) -> str:
 
 
 def _runs(paths: list[str]) -> list[str]:
-    """Return the paths of blocks, one entry for each run of numbers."""
+    """Return the paths of blocks, with one entry for each range of numbers."""
     from autopar.plan.plan import rows
 
     return [name.removesuffix(".") for name, _ in rows([{"name": f"{path}."} for path in paths])]

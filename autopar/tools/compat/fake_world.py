@@ -153,7 +153,7 @@ def _replaced(rank: int, size: int, callbacks: World) -> list[tuple[Any, str, An
         return True
 
     def sizes_of_dtensors(*args: Any) -> Any:
-        with no_dispatch_modes():  # which would count these tensors
+        with no_dispatch_modes():  # a mode would count these tensors
             return sizes(*args)
 
     def shown(value: torch.Tensor, form: str) -> str:
@@ -179,7 +179,7 @@ def _replaced(rank: int, size: int, callbacks: World) -> list[tuple[Any, str, An
     ]
 
 
-SIZES_OF_DTENSORS = "_propagate_tensor_meta_non_cached"  # finds them with tensors of the full sizes
+SIZES_OF_DTENSORS = "_propagate_tensor_meta_non_cached"  # allocates tensors of the full sizes
 SHARDS_OF_DTENSORS = "propagate_op_sharding_non_cached"
 
 
@@ -207,7 +207,7 @@ def once_for_equal_tensors(propagate: Any) -> Any:
     return found
 
 
-_HOMES = (dist, distributed_c10d)  # of monitored_barrier, which only gloo has
+_HOMES = (dist, distributed_c10d)  # modules with monitored_barrier, which only gloo supports
 _LATER_ARGUMENTS = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters][2:]
 
 

@@ -22,8 +22,7 @@ class Operator(NamedTuple):
     """The kind of a collective, and the argument positions of its operator; -1: the operator lacks the argument.
 
     Attributes:
-        out: The position of the output; -1 if the output is a new tensor.
-        given: The position of the input.
+        out, given: The positions of the output (-1 if it is a new tensor) and of the input.
         peer: The position of the group rank of the root, or of the other end of a message.
         result: A flag, set if the operator returns the output together with the handle.
         splits: The positions of the received and the sent split sizes.

@@ -62,7 +62,7 @@ _MOST = 5  # try all subsets for up to this many candidates of a module
 
 @dataclass(frozen=True)
 class Candidate:
-    """An attribute that may be a count of units.
+    """An attribute whose value may be a count of units.
 
     Attributes:
         module: The path below the block, with ``*``.

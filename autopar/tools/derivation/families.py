@@ -237,7 +237,6 @@ class Named:
     """A family over a list of blocks, with names for its units.
 
     Attributes:
-        of_blocks: Block -> its family.
         unit: The name of a component.
         heads: The name of the query heads, if a component has ``ratio`` query heads.
         counts: Unit -> its value in the policy's section ``units``.

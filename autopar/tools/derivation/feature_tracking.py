@@ -145,7 +145,6 @@ class Mark:
     """Facts about a tensor.
 
     Attributes:
-        kind: The kind, :data:`CONSTANT` to :data:`INSIDE`.
         features: The feature number of each element (0: no feature), in the tensor's shape; None: no features.
         producers: The paths of the layers that computed an activation.
         places: Parameter -> for each dim the index of each element, in the tensor's shape.

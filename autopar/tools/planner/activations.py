@@ -65,8 +65,7 @@ class _Segment(NamedTuple):
     """Code between blocks. Its saved storages are known only at the end of the forward.
 
     Attributes:
-        unit: The unit without ``entries``, but with the saved storages of inner blocks that are not elements.
-        entries: The tensors saved so far.
+        unit, entries: The unit, and the tensors saved so far, which the unit does not include.
         freed: The sequence numbers of nodes that the first half of a split backward frees.
     """
 
@@ -309,8 +308,7 @@ class _Kept(NamedTuple):
     """An output of a block, for replay in equal blocks.
 
     Attributes:
-        before: The numbers of the block's arguments.
-        own: The number of the output.
+        before, own: The numbers of the block's arguments, and of the output.
         first: The last number assigned before the block ran.
     """
 

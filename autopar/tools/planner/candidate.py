@@ -37,8 +37,7 @@ class Candidate:
 
     Attributes:
         schedule: The pipeline schedule; ``1f1b`` with one stage.
-        microbatch: The samples of a micro-batch.
-        microbatches: The micro-batches of a replica in a step.
+        microbatch, microbatches: The samples of a micro-batch, and the micro-batches of a replica in a step.
         saves: The operations whose results recomputed blocks keep.
         ep: The number of ranks over which experts are distributed, a multiple of tp; 1: experts are sharded over tp.
         every: The interval of recomputed blocks: one block out of this many, with ``checkpointing``.
@@ -177,16 +176,14 @@ class Estimate:
 
     Attributes:
         memory: The memory of each rank of the pipeline.
-        time: The seconds of a step.
-        parts: The seconds of a step by purpose.
+        time, parts: The seconds of a step, in total and by purpose.
         hidden: The seconds of communication that overlap with work, by axis.
         bubble: The fraction of the pipeline's time in which ranks wait.
         bytes: The bytes that a rank sends in a step, by axis; the maximum over ranks.
         flops: The model's FLOPs in a step, without recomputation.
         mfu: The model FLOPs utilization, a fraction of the GPUs' peak.
         tokens_per_second: The tokens per second of all GPUs.
-        stored: The bytes of a checkpoint with optimizer state.
-        save, load: The seconds to save and to load the checkpoint.
+        stored, save, load: The bytes of a checkpoint with optimizer state, and the seconds to save and to load it.
     """
 
     candidate: Candidate

@@ -96,12 +96,9 @@ def _facts(path: str, block: nn.Module, plan: Plan, attributes: dict[str, list[A
 
 
 def _groups(blocks: list[tuple[str, int, _Facts]]) -> list[Paths]:
-    """Return the groups of two or more equal blocks.
+    """Return the groups of two or more equal ``blocks``, which are given by path, number and facts.
 
     An attribute that equals the block's number in every block is not compared.
-
-    Args:
-        blocks: The path, number and facts of each block.
     """
     compared_places = {place for _, number, facts in blocks for place, value in facts.items() if value != (int, number)}
     kinds: list[tuple[_Facts, list[str]]] = []

@@ -312,7 +312,7 @@ class ActivationBytes(NamedTuple):
 
 
 class State(NamedTuple):
-    """A moment in one rank's list of actions."""
+    """The state of one rank at one of its actions."""
 
     forward: bool
     stage: int

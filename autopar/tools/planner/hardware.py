@@ -16,10 +16,8 @@ class Gpu:
     """A GPU.
 
     Attributes:
-        memory: The memory in bytes.
-        flops: The peak FLOP/s of dense half-precision matmuls.
-        flops_fp32: The peak FLOP/s of matmuls in fp32 (TF32 is off by default).
-        bandwidth: The bandwidth of the memory in bytes per second.
+        memory, bandwidth: The memory in bytes, and its bandwidth in bytes per second.
+        flops, flops_fp32: The peak FLOP/s of dense matmuls in half precision, and in fp32 (TF32 is off by default).
         products: The fraction of ``flops`` that the fastest matmul reaches.
     """
 
@@ -86,8 +84,7 @@ def find_node(name: str = "dgx-h100", gpus_per_node: int | None = None, **figure
     Args:
         name: The name of a machine (``dgx-h100``), a number of equal GPUs (``4xl40s``), or a GPU (eight GPUs).
         gpus_per_node: The number of GPUs per node.
-        figures: The overrides, by the options of :data:`FIGURES`: memory in GB, speeds in TFLOP/s and GB/s, latency in
-            microseconds.
+        figures: The overrides of :data:`FIGURES`: memory in GB, speeds in TFLOP/s and GB/s, latency in microseconds.
 
     Raises:
         ConfigError: If the name is unknown, or an override is not positive.

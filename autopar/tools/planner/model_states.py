@@ -26,12 +26,10 @@ class RankBytes(NamedTuple):
     """Bytes on one rank.
 
     Attributes:
-        optimizer: The bytes of optimizer state on the GPU, including fp32 master weights.
-        parameters: The number of elements of the weights.
-        stepped: The number of elements that the rank's optimizer updates.
+        optimizer, host: The bytes of optimizer state on the GPU and in CPU memory, including fp32 master weights.
+        parameters, stepped: The numbers of elements of the weights, and of elements that the rank's optimizer updates.
         largest: The bytes of the largest averaged gradient.
         expert_weights, expert_gradients: The bytes of experts that are distributed over replicas.
-        host: The bytes of optimizer state in CPU memory.
     """
 
     weights: int
@@ -183,8 +181,7 @@ class _Copies(NamedTuple):
 
     Attributes:
         sharers: The number of replicas that share experts; 1: each replica holds all experts.
-        cp: The number of ranks per replica that hold the same weights.
-        replicas: The number of such ranks in all replicas.
+        cp, replicas: The numbers of ranks that hold the same weights, per replica and in all replicas.
     """
 
     sharers: int

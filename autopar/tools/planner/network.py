@@ -116,8 +116,7 @@ def _ring(
     """Return the seconds of a ring collective.
 
     Args:
-        sent: The bytes that each rank sends.
-        steps: The number of hops; ``between``: the hops between nodes.
+        sent, steps, between: The bytes that each rank sends, the number of hops, and of hops between nodes.
         plateau: A flag for a large all-reduce, which has a different latency.
     """
     bandwidth = network.ring_bandwidth(group)

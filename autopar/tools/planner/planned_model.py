@@ -96,7 +96,7 @@ class PlannedModel:
         return self.plans.once(("states", tp, ep), lambda: ModelStates(self.model, self.inner, plan, self.optimizer))
 
     def count(self, rows: Rows, batch: int, saves: tuple[str, ...] = ()) -> ForwardCount:
-        """Count a rank's forward of a micro-batch of ``batch`` samples; recomputed blocks keep ``saves``."""
+        """Count a rank's forward of a micro-batch with ``batch`` samples. Recomputed blocks keep ``saves``."""
         return self.plans.once(("count", rows, batch, saves), lambda: self._counted(rows, batch, saves))
 
     def _counted(self, rows: Rows, batch: int, saves: tuple[str, ...]) -> ForwardCount:

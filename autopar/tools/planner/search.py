@@ -33,8 +33,7 @@ class Space:
     """The space to search. With None the search tries all values.
 
     Attributes:
-        gpus: The number of GPUs.
-        gpus_per_node: The number of GPUs per node. Groups of tp stay within a node.
+        gpus, gpus_per_node: The numbers of GPUs of the run, and of a node. Groups of tp stay within a node.
         global_batch: The samples of a step over all replicas.
         cp: The context-parallel size; None: powers of two with at least 4,096 tokens of a sequence per rank.
         sequence_parallel: A flag; None: both values, if tp is above 1 and cp is 1.
@@ -225,7 +224,7 @@ _HOST = 4e9  # bytes of state per second of AdamW on a GPU's share of the CPU, m
 
 
 def needs(memory: RankMemory) -> str:
-    """Return ``needs 93 GB: activations 61, weights 18, ...``, the largest part first."""
+    """Return the memory in words (``needs 93 GB: activations 61, weights 18, ...``), the largest part first."""
     parts = sorted(memory.parts().items(), key=lambda part: -part[1])
     shown = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts if size >= memory.total / 100)
     return f"needs {gigabytes(memory.total)} GB: {shown}"

@@ -123,16 +123,13 @@ class Unit:
 
     Attributes:
         saved: The storages saved by autograd: number -> bytes. Other mappings have the same form.
-        late: The saved storages between the two halves of a split backward; None: there are no weights, or the
-            backward cannot be split.
+        late: The saved storages between the halves of a split backward; None: no weights, or no split.
         halves: A flag, set if the backward can be split into gradients of inputs and gradients of weights.
         gradients: The bytes of gradients that wait between the halves.
         arguments: The storages of the block's arguments, which a recomputed block keeps.
         remembered: The additional storages that a recomputed block keeps (``activation_checkpointing.save``).
-        outputs: The storages of the outputs.
         forward_peak, backward_peak: The peak bytes in addition to ``saved``.
-        operations: The operations of the forward.
-        again: The operations that a recomputation repeats.
+        operations, again: The operations of the forward, and of its recomputation.
         sends_again: A flag, set if a recomputation repeats the forward's collectives.
         number: The place among the blocks that activation checkpointing may recompute, or None.
     """
@@ -192,8 +189,7 @@ class ForwardCount:
     Attributes:
         elements: The :class:`Unit` of each called element of the stage plan, by place. The unit of an encoder is its
             code after its blocks.
-        before: The code before the first element.
-        after: The code after the last element: the head and the loss.
+        before, after: The code before the first element, and after the last element: the head and the loss.
         fronts: The code between each element and the previous element.
         encoder: The place of the encoder, whose output all later stages receive.
     """
@@ -243,9 +239,7 @@ class StageCost:
     Attributes:
         kept: The bytes that wait for the backward: saved tensors and the ``output``.
         late: The bytes of ``kept`` that remain between the halves of a split backward.
-        gradients: The bytes of gradients that wait between the halves.
         logits, late_logits: The bytes of the head and the loss in ``kept`` and ``late``.
-        output: The bytes that the stage sends to the next stage.
         forward_work, backward_work: The peak temporary bytes.
         forward, backward_input, backward_weight: The seconds without collectives.
         travel: The costs of collectives over ``tp``, ``cp`` and ``ep``.

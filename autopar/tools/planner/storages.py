@@ -64,8 +64,7 @@ class Storages(TensorTracking):
 
     Attributes:
         count: The last assigned number.
-        live: The bytes of live storages.
-        peak: The maximum of ``live`` since :meth:`reset_peak`.
+        live, peak: The bytes of live storages, now and at the maximum since :meth:`reset_peak`.
         operations: A list to which each operation is appended, or None.
         keep: A callback for the results of each operator, including fused attention.
     """

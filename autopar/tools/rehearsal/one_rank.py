@@ -55,8 +55,7 @@ class Rehearsed(NamedTuple):
     """Result of one rank's rehearsal.
 
     Attributes:
-        work: The work before each call; empty without a GPU.
-        after: The work after the last call of the step.
+        work, after: The work before each call, and after the last call; empty without a GPU.
         transcript: The transcript for later rounds.
         waited: The calls before which the rank waits for each message (:data:`.matching.Waited`).
         blocked_at: The number of the call in which the rank deadlocks; -1: the program ended.
@@ -101,11 +100,7 @@ def run_round(
 ) -> tuple[dict[int, Rehearsed], dict[int, str]]:
     """Rehearse the ranks of one round, each in a fork of this process.
 
-    Args:
-        earlier: The transcripts of earlier rounds, by rank.
-
-    Returns:
-        The result of each rank until its end or failure, and the tracebacks of failed ranks.
+    Returns the result of each rank until its end or failure, and the tracebacks of failed ranks.
     """
     load()
     context, deadlock = multiprocessing.get_context("fork"), DeadlockDetector(ranks)
@@ -177,7 +172,7 @@ def _main(
     try:
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
         found = Rehearsed(notes.parts, notes.work, after, held, answers.transcript, notes.waited, blocked_at)
-        lines.tell_end()  # first: another rank may wait for this one
+        lines.tell_end()  # first, because another rank may wait for this rank
         result.send((error, found))
         lines.drain()
         sys.stdout.flush()
@@ -204,10 +199,8 @@ class _Notes:
         if self._count is not None:
             self.work.append(self._count.take())
         if len(self.parts) > _MOST:
-            raise RuntimeError(
-                f"A rank issued more than {_MOST:,} calls: {call.where}\n"
-                "  Check for a loop that waits for a value: in a rehearsal all values are 1."
-            )
+            fix = "Check for a loop that waits for a value: in a rehearsal all values are 1."
+            raise RuntimeError(f"A rank issued more than {_MOST:,} calls: {call.where}\n  {fix}")
 
     def note_group(self, name: str, ranks: list[int]) -> None:
         self.note(Call("new_group", Group(name, tuple(ranks)), (), "", where=where(sys._getframe(1))))
@@ -261,13 +254,10 @@ _OPTIMIZERS: dict[str, MakeOptimizer] = {
 def optimizer_of(
     parameters: Iterable[nn.Parameter], optimizer: str | MakeOptimizer = "adamw", *, on_gpu: bool = False
 ) -> torch.optim.Optimizer:
-    """Make an optimizer by name, or by a function of the parameters.
+    """Make an optimizer by name, or by a function of the parameters. Raises ConfigError if the name is unknown.
 
     Args:
         on_gpu: A flag to use the ``foreach`` implementation, torch's default on GPUs.
-
-    Raises:
-        ConfigError: If the name is unknown.
     """
     if callable(optimizer):
         return optimizer([*parameters])

@@ -48,8 +48,7 @@ class Rehearsal:
         timeline: The training step without overlap; None without ``gpu``, or if there are problems.
         hidden: The seconds of communication that overlap with work, by the planner's estimate.
         coordinates: The coordinates (pp, cp, ep, tp, dp) of every rank of the world.
-        seconds: The duration of the rehearsal.
-        mebibytes: The peak memory of one process of the rehearsal.
+        seconds, mebibytes: The duration of the rehearsal, and the peak memory of one of its processes.
     """
 
     world: int

@@ -56,10 +56,8 @@ def rounds_of(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = Fal
 
     The first round has the first place on every axis. In the next rounds one axis after the other moves to its last
     place, so that each axis has a group with both places. Then follow places between them whose shards have a different
-    shape. A small world takes one round, and a small product of tp, cp and dp takes all its places.
-
-    Args:
-        chained: A flag to rehearse all context-parallel ranks in one round, because they pass states.
+    shape. A small world takes one round, and a small product of tp, cp and dp takes all its places. ``chained``
+    context-parallel ranks, which pass states, are in the same round.
     """
     if math.prod(sizes) <= _FEW:
         return [list(range(math.prod(sizes)))]

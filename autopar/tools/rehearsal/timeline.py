@@ -33,8 +33,7 @@ class Held(NamedTuple):
 
     Attributes:
         weights: The bytes of parameters and buffers.
-        gradients: The bytes of gradients after the backward.
-        optimizer: The bytes of optimizer state after the optimizer step.
+        gradients, optimizer: The bytes of gradients after the backward, and of optimizer state after the step.
         peak: The peak bytes of a later step, in which the optimizer state exists from the start.
     """
 
@@ -214,7 +213,7 @@ class _Player(Play):
             self._work(rank)
 
     def _work(self, rank: int) -> None:
-        """Do the work before a rank's next call, or its end."""
+        """Add the work before a rank's next call, or before its end."""
         work = self._works[rank].popleft()
         self._add(rank, self.clocks[rank] + work.seconds, "compute", work.action)
 

@@ -64,8 +64,7 @@ class Call(NamedTuple):
     Attributes:
         kind: The kind, for example ``all_reduce`` or ``send``.
         sizes: The shapes of this rank's input tensors.
-        splits: The rows that an all-to-all sends to each rank, and receives from each rank. Lists of tensors count
-            elements.
+        splits: The rows that an all-to-all sends to and receives from each rank; elements for lists of tensors.
         peer: The group rank of the root, or of the other end of a message; -1: none.
         where: The source line in this library, and the nearest line outside of this library and torch.
         control: A flag for CPU tensors and objects, as opposed to tensors of the model.

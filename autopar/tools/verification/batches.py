@@ -26,18 +26,16 @@ from autopar.policy.schema import Policy
 from autopar.tools.verification.outputs import measure, named, of_first, reseed, tolerance_of
 
 _FIRST = 3  # in many configs, smaller ids are special tokens
-_PADDED = 2  # columns at the end of the last sample
+_PADDED = 2  # padding tokens of the last sample
 _CLASSES = 2
-_SIDE = 4  # patches of an image, across and down
+_SIDE = 4  # patches per side of an image
 
 
 def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int) -> list[dict[str, Any]]:
     """Make batches that the model's forward accepts.
 
     Args:
-        count: The number of batches.
-        rows: The number of samples per batch.
-        length: The number of tokens per sample.
+        count, rows, length: The numbers of batches, of samples per batch, and of tokens per sample.
 
     Raises:
         ConfigError: If the model does not run with any candidate.
@@ -56,9 +54,8 @@ def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int) 
             shown = ", ".join(f"{name} {list(value.shape)}" for name, value in made[0].items())
             problems.append((str(problem), shown))
     except ValueError as error:
-        raise ConfigError(
-            f"verify cannot make inputs for {type(model).__name__}: {error}.\n  Pass batches=[...]."
-        ) from error
+        name = type(model).__name__
+        raise ConfigError(f"verify cannot make inputs for {name}: {error}.\n  Pass batches=[...].") from error
     problem, shown = problems[0]  # of the most likely inputs
     raise ConfigError(
         f"{type(model).__name__} does not run with generated inputs: {clip(problem, 300)}\n"

@@ -55,7 +55,7 @@ from autopar.tools.verification.session import Session, switched_on
 
 _SMALL = 0.05  # fraction of the largest gradient or step; the minimum scale of differences
 _TOKENS = 6  # to generate
-_PADDING = 2  # columns on the left of the first prompt
+_PADDING = 2  # tokens of left padding of the first prompt
 
 
 class Named(NamedTuple):

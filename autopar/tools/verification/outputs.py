@@ -66,10 +66,7 @@ def same_floats(expected: Any, actual: Any) -> Iterator[tuple[str, torch.Tensor,
 def total_loss(output: Any, lacking: Collection[str] = ()) -> torch.Tensor:
     """Return the sum of all losses in an output. Without a loss, return a weighted sum of the elements of all outputs.
 
-    Each element of a sample has a different weight, and samples are averaged.
-
-    Args:
-        lacking: The outputs that the last pipeline stage does not have. They do not count.
+    Each element of a sample has a different weight, and samples are averaged. ``lacking`` outputs do not count.
     """
     losses, entries = _losses(output, lacking)
     return torch.stack(losses or list(_weighed(entries))).sum()
@@ -199,8 +196,7 @@ class Slices:
     ) -> Distance | None:
         """Return the distance between this rank's tensor and a shard of ``expected``; None if no shard has its shape.
 
-        Args:
-            planned: The plan of a column-parallel layer, whose layout is used without a search.
+        The layout of a column-parallel layer (``planned``) is used without a search.
         """
         if actual.shape == expected.shape:
             return measure(actual, expected, floor)

@@ -21,13 +21,9 @@ from autopar.tools.verification.report import Traffic
 
 @dataclass
 class ModuleCall:
-    """The arguments or results of one call of a module.
+    """The arguments (``input``) or results (``output``) of one call of a module, and their gradients, by name.
 
-    Attributes:
-        kind: ``input`` or ``output``.
-        call: The number of earlier calls of the module.
-        tensors, gradients: The tensors and their gradients, by name.
-        readers: Name of an output -> paths of the modules that read it.
+    ``call``: the number of earlier calls; ``readers``: name of an output -> paths of the modules that read it.
     """
 
     path: str
@@ -178,10 +174,10 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast
 
 
 def counted(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
-    """Add them up by kind, the largest first. Received messages are left out: another rank has sent them."""
+    """Return the traffic by kind, the largest first. Received messages count on the sender's rank."""
     calls, sizes = Counter[str](), Counter[str]()
     for each in collectives:
-        name = each.name.replace("_", "").replace("recv", "receive")  # as torch and the transport write it
+        name = each.name.replace("_", "").replace("recv", "receive")  # names of torch and of the transport
         kind = next((kind for kind in _KINDS if name.startswith(kind.replace("-", ""))), each.name)
         calls[kind] += 1
         sizes[kind] += each.bytes

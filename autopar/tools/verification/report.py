@@ -32,8 +32,7 @@ class Row:
         name: The tensor with the largest difference, if there are several tensors.
         note: The problem, or the reason for skipping.
         rank: The rank with the largest difference.
-        failing: The number of tensors that differ.
-        of: The number of compared tensors.
+        failing, of: The numbers of tensors that differ, and of all compared tensors.
     """
 
     check: str
@@ -103,16 +102,14 @@ class VerificationReport:
     """The result of :func:`autopar.verify`, identical on all ranks.
 
     Attributes:
-        model: The class of the model.
-        parameters: The number of parameters.
+        model, parameters: The class of the model, and its number of parameters.
         policy: The name of the policy, with its file and line.
         mesh: The size of each axis.
         dtype: The dtype of the reference model.
         device: ``cpu`` or ``cuda``.
         rows: The comparisons, in order.
         culprit: The first difference; None if nothing differs, or no module is to blame.
-        memory: The memory of each rank.
-        plain_memory: The memory of one process with the reference model.
+        memory, plain_memory: The memory of each rank, and of one process with the reference model.
         traffic: The collectives of a step, by kind.
         seconds: The duration in seconds.
     """

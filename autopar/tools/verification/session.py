@@ -1,4 +1,4 @@
-"""A session: the plain model and this rank's parallel one, fed with the same inputs. The checks work on it."""
+"""Run the reference model and this rank's parallelized model on the same inputs, for the checks of ``verify``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LAYERS = re.compile(r"layer_?drop")
 
 
 class Rate(NamedTuple):
-    """A rate; ``place`` is the path of its module, or ``config`` for all configs."""
+    """A dropout rate; ``place``: the path of its module, or ``config``."""
 
     place: str
     owner: Any
@@ -49,12 +49,12 @@ class Rate(NamedTuple):
     value: float
 
     def set(self, value: float) -> None:
-        """Set the rate; configs may declare it as an integer, which 0 is as well."""
+        """Set the rate. Keep the type of 0, because configs may declare integers."""
         setattr(self.owner, self.name, type(self.value)(0) if value == 0 else float(value))
 
 
 def rates(model: nn.Module) -> list[Rate]:
-    """Find all rates of a model: ``p`` of dropouts, numbers called ``*drop*`` on modules and in their configs."""
+    """Return all dropout rates of a model: ``p`` of dropouts, and ``*drop*`` of modules and their configs."""
     found, configs = list[Rate](), dict[int, PretrainedConfig]()
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -85,11 +85,8 @@ def switch_off(model: nn.Module) -> list[Rate]:
 def switched_on(models: Sequence[nn.Module], known: Sequence[Rate], default: float) -> Iterator[bool]:
     """Enable dropout inside the block, and yield whether the model has any dropout.
 
-    Layer dropout stays off, because the two models would drop different layers.
-
-    Args:
-        known: The original rates of the model.
-        default: The rate to use if all original rates are 0.
+    The rates are the ``known`` rates, or ``default`` if all of them are 0. Layer dropout stays off, because the two
+    models would drop different layers.
     """
     values = {(rate.place, rate.name): rate.value for rate in known if rate.value and not _LAYERS.search(rate.name)}
     if all(place == "config" and "att" not in name for place, name in values):
@@ -120,11 +117,9 @@ class Session:
         batches: The model's arguments, with the samples of all replicas.
 
     Attributes:
-        plain: The reference model.
-        parallel: The parallelized model.
-        rates: The original dropout rates. Dropout is off in both models.
-        exact: A flag, set if weights keep the dtype of the reference model.
-        allowed: The maximum allowed difference of weights.
+        plain, parallel: The reference model and the parallelized model, both without dropout.
+        rates: The original dropout rates.
+        exact, allowed: A flag, set if weights keep the reference dtype, and the maximum difference of weights.
         lacking: The outputs that the last stage does not have (:meth:`find_lacking`).
         piped: A flag, set if ``execute_pipeline`` runs the batches, with several stages or replicas.
         sent: The collectives of the last batch and the step.

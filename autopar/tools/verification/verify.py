@@ -99,10 +99,8 @@ def verify(
     parsed = ParallelConfig.parse(config, world)
     lacking = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if lacking is not None:
-        raise ConfigError(
-            f"verify requires a model with weights, but {lacking} is on the meta device.\n"
-            "  Build the model outside of lazy_init."
-        )
+        fix = "Build the model outside of lazy_init."
+        raise ConfigError(f"verify requires a model with weights, but {lacking} is on the meta device.\n  {fix}")
     if parsed.compile:
         raise ConfigError("verify does not support compile, because it hooks modules.\n  Remove the section compile.")
     with form_kept(model):
@@ -309,14 +307,11 @@ def forks(device: str) -> bool:
 
 
 def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float = 1800.0) -> VerificationReport:
-    """Run ``work`` in ``world`` processes. Return the report of rank 0, or of a failed rank.
-
-    Args:
-        timeout: The timeout in seconds.
+    """Run ``work`` in ``world`` processes for ``timeout`` seconds. Return the report of rank 0, or of a failed rank.
 
     Raises:
-        ConfigError: If there are fewer GPUs than ranks.
-        VerificationError: If a process died, or timed out. Other errors of autopar are raised again.
+        ConfigError, VerificationError: If there are too few GPUs, or a process died or timed out. Other errors of
+            autopar are raised again.
     """
     if device == "cuda" and torch.cuda.device_count() < world:
         raise ConfigError(
