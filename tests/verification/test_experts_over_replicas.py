@@ -28,9 +28,7 @@ def mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**sizes, **more, initializer_range=0.2))
 
 
-def verified(
-    config: dict[str, Any], checks: list[str] | None = None, change: Any = None, rows: int = 4
-) -> VerificationReport:
+def verified(config: dict[str, Any], checks: Any = None, change: Any = None, rows: int = 4) -> VerificationReport:
     batches = language_batches(131, count=2, batch=rows)
     return verify_on_ranks(mixtral(), ParallelConfig.parse(config), None, batches, checks_of(checks), change)
 

@@ -47,9 +47,7 @@ def _remote_classes(folder: Path, content: dict[str, Any]) -> tuple[PretrainedCo
     except Exception as error:  # the folder's code may raise anything
         raise ConfigError(f"the code of {folder} fails: {type_and_text(error, 200)}") from error
     if not found:
-        raise ConfigError(
-            f"the auto_map of {folder} must name a model class; got {', '.join(sorted(content['auto_map']))}"
-        )
+        raise ConfigError(f"the auto_map of {folder} names no model class: {', '.join(sorted(content['auto_map']))}")
     return config, found
 
 

@@ -95,9 +95,7 @@ def check(
             except ConfigError as error:
                 if len(found) == 1 or error.__cause__ is None:
                     raise
-                reports.append(
-                    {"model": head.name, "holds": None, "skipped": str(error)}
-                )  # the class rejects the config
+                reports.append({"model": head.name, "holds": None, "skipped": str(error)})  # an unsuitable class
     if as_json:
         print_json(reports if heads else reports[0])
     else:

@@ -1,7 +1,7 @@
 """Choose the layers that become columns, and group layers with the same units into families.
 
-At first all layers are candidates. Each trace shows which layers cannot be columns, until a trace excludes no more
-layers. The units of a family get a name and a count. The count is a config attribute with this value, if there is one.
+At first all layers are candidates. Each trace excludes layers that cannot be columns, until no more are excluded. The
+units of a family get a name and a count: a config attribute with this value, if there is one.
 """
 
 from __future__ import annotations
@@ -343,10 +343,9 @@ def _integers(config: Any) -> dict[str, int]:
 def _count_of(
     value: Sequence[int], config: Any, blocks: Sequence[nn.Module], like: str, near: str = "", *, loose: bool = False
 ) -> str:
-    """Return a policy expression for a count.
+    """Return a policy expression for a count, which is ``value[n]`` in block ``n``.
 
     Args:
-        value: The count in each block.
         like: The preferred names: ``heads``, or ``keys`` for key-value heads.
         near: A path in the block. Attributes of modules near it are preferred.
         loose: A flag to accept an attribute of any name, if it is the only attribute with this value.

@@ -318,9 +318,7 @@ class _ModuleHooks:
             tracking.suspended -= 1
         if tracking.suspended:
             return
-        for x, known in (
-            self._entered.pop() if self.region else ()
-        ):  # other readers of the input are outside of the region
+        for x, known in self._entered.pop() if self.region else ():  # other readers are outside
             tracking.marks[x] = known
         results = [x for x in tensors_in(out) if x.is_floating_point()]
         if taken:

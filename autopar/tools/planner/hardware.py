@@ -97,8 +97,7 @@ def find_node(name: str = "dgx-h100", gpus_per_node: int | None = None, **figure
         raise ConfigError(
             f"node={name!r} is not known.{nearest(name, [*nodes, *GPUS])} Known: {', '.join(nodes)}; or COUNTxGPU, for "
             f"example 4xl40s, with one of {', '.join(GPUS)}.\n  For a different machine use a similar one, and set "
-            "--gpu-memory, --tflops, --memory-bandwidth, --intra-node-bandwidth and --inter-node-bandwidth from its "
-            "data sheet."
+            "--gpu-memory, --tflops, --memory-bandwidth, --intra-node-bandwidth and --inter-node-bandwidth."
         )
     if count < 1 or (gpus_per_node is not None and gpus_per_node < 1):
         raise ConfigError(f"gpus-per-node must be at least 1, not {count if count < 1 else gpus_per_node}")

@@ -103,9 +103,7 @@ def plan_memory(
         if parsed.activation_checkpointing:
             planned.check_checkpointing()
         size, count = parsed.pipeline.microbatch_size, parsed.pipeline.num_microbatches
-        size = (
-            min(size or batch, batch) if count is None else -(-batch // min(count, batch))
-        )  # of the largest micro-batch
+        size = min(size or batch, batch) if count is None else -(-batch // min(count, batch))  # the largest one
         count = -(-batch // size) if count is None else min(count, batch)
         candidate = Candidate(
             *(tp, pp, replicas, parsed.pipeline.schedule, size, count, parsed.zero_stage),

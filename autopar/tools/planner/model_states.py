@@ -106,9 +106,7 @@ class ModelStates:
             expert_weights += size * width * expert
             if not parameter.trained:
                 continue
-            of_gradient = size * (
-                4 if parameter.half else width
-            )  # execute_pipeline sums half-precision gradients in fp32
+            of_gradient = size * (4 if parameter.half else width)  # execute_pipeline sums them in fp32
             gradients, expert_gradients = gradients + of_gradient, expert_gradients + of_gradient * expert
             largest = max(largest, of_gradient if not expert or copies.size > 1 else 0)
             if own:
@@ -128,7 +126,7 @@ class ModelStates:
     def unsharded(self, stages: StagePlan, pp: int, tp: int, replicas: int) -> tuple[int, int, int]:
         """Return the elements that FSDP2 gathers on a stage: of the largest block, all weights, and outside of blocks.
 
-        Each replica holds an equal number of rows of each weight.
+        Each replica has equally many rows of a weight.
         """
         elements, sizes = {*stages.elements}, Counter[str]()
         for name, parameter in self._named.items():

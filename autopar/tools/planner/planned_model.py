@@ -46,9 +46,7 @@ class PlannedModel:
     Args:
         model: The full model, which is only read. It may be on the meta device.
         sequence: The tokens of each sample.
-        loss_chunk: The configured size of loss chunks.
-        method: The configured method of context parallelism.
-        dispatch: The configured dispatch of tokens to experts.
+        loss_chunk, method, dispatch: The configured loss chunk, context-parallel method and expert dispatch.
         dry_run: A flag to run the stages of each split, as ``initialize`` does. The stages of some models have more
             weights than a single forward shows. A search runs only the stages of its results (:meth:`rehearse`).
     """

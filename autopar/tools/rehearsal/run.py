@@ -74,9 +74,7 @@ class Rehearsal:
             ConfigError: If there is no timeline, because ``gpu`` was not given or the ranks do not finish.
         """
         if self.timeline is None:
-            raise ConfigError(
-                "The rehearsal has no timeline.\n  Call rehearse(..., gpu='h100'), and fix the reported problems first."
-            )
+            raise ConfigError("The rehearsal has no timeline.\n  Call rehearse(..., gpu='h100'), and fix its problems.")
         Path(file).write_text(json.dumps(chrome_trace(self.timeline)), encoding="utf-8")
 
 

@@ -245,8 +245,7 @@ def play(
 ) -> Timeline:
     """Replay the calls of a step with the work before each call, and the work ``after`` the last call.
 
-    Every call except a send blocks where it is issued. Only rehearsed ranks are replayed. The other ranks of a group
-    arrive with the first rehearsed rank.
+    Every call except a send blocks where it is issued. Ranks that are not rehearsed arrive with the first other rank.
     """
     player = _Player({rank: [*pairs] for rank, pairs in traces.items()}, after, node, axes or {})
     player.run()

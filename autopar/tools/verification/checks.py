@@ -1,9 +1,8 @@
 """Compare weights, outputs, tokens, gradients, a step and checkpoints with the reference model: ``verify``'s checks.
 
 The last check compares random draws. Replicated activations must get identical draws, and shards must get different
-draws, at the rates of the reference model. The reference model cannot reproduce the draws of several tensor-parallel
-ranks. So the check compares generator states instead of masks. With pipeline stages alone, the reference model draws
-from the streams of the stages, and the check compares outputs.
+draws, at the rates of the reference model. The check compares generator states, because one process cannot reproduce
+the draws of several tensor-parallel ranks. With pipeline stages alone it compares outputs.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Differences are relative to the largest expected element. So gradients of 1e-6 are compared as closely as logits of 20.
 ``floor`` is for tensors that are zero except for rounding, for example the gradient of a key's bias.
 
-The plan has the shard of a parameter. The shard of an activation is searched. A dim that is shorter than in the
-reference model is sharded by units of the plan (heads, features, vocabulary), by the sequence, or evenly. The search
-tries all of these layouts.
+The plan has the shard of a parameter. The shard of an activation is searched: a dim may be sharded by units of the plan
+(heads, features, vocabulary), by the sequence, or evenly.
 """
 
 from __future__ import annotations

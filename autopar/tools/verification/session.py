@@ -117,8 +117,7 @@ class Session:
         batches: The model's arguments, with the samples of all replicas.
 
     Attributes:
-        plain, parallel: The reference model and the parallelized model, both without dropout.
-        rates: The original dropout rates.
+        plain, parallel, rates: The reference and the parallelized model, without dropout, and their original rates.
         exact, allowed: A flag, set if weights keep the reference dtype, and the maximum difference of weights.
         lacking: The outputs that the last stage does not have (:meth:`find_lacking`).
         piped: A flag, set if ``execute_pipeline`` runs the batches, with several stages or replicas.

@@ -4,9 +4,8 @@ Sizes are recognized by their names. The small config keeps grouped queries, tie
 ``small_fields.yaml`` lists fields that need special values. Norms, biases and constant matrices get random values,
 because constants hide mistakes.
 
-The policy of a large model is derived from a small model, because tracing large models takes minutes. A dry run then
-checks the policy on the large model. The kind of a custom loss is measured: the loss of a batch is compared with the
-losses of its samples.
+The policy of a large model is derived from a small model, because tracing a large model takes minutes. A dry run checks
+it on the large model. The kind of a custom loss is measured: a batch's loss is compared with its samples' losses.
 """
 
 from __future__ import annotations

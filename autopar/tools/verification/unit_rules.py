@@ -25,8 +25,7 @@ _Line = tuple[str, list[int], list[int]]
 def contradicting_layers(model: nn.Module, plan: Plan) -> list[str]:
     """Return the layers whose shards have different units than most of the layers that they compute with.
 
-    If two layers contradict each other, return both. The list is empty if no layers contradict each other, if all do,
-    or if the model cannot be traced.
+    If two layers contradict each other, return both. If no or all layers do, or tracing fails, return an empty list.
     """
     try:
         with kept():
