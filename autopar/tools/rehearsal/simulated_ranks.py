@@ -1,4 +1,4 @@
-"""Simulated ranks: a few local processes stand in for the full world, round by round.
+"""Simulate all ranks of a job: in each round a few local processes stand in for the full world.
 
 A rehearsal runs the first and the last rank of each axis, and one rank for each other shape of shards. The processes of
 one round run at the same time. Each process stands in for the ranks with the nearest coordinates. The processes send
@@ -56,8 +56,8 @@ def rounds_of(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = Fal
 
     The first round has the first place on every axis. In the next rounds one axis after the other moves to its last
     place, so that each axis has a group with both places. Then follow places between them whose shards have a different
-    shape. A small world takes one round, and a small product of tp, cp and dp takes all its places. ``chained``
-    context-parallel ranks, which pass states, are in the same round.
+    shape. A small world is rehearsed in one round. If tp x cp x dp is small, all its places are rehearsed.
+    ``chained`` context-parallel ranks, which pass states, are in the same round.
     """
     if math.prod(sizes) <= _FEW:
         return [list(range(math.prod(sizes)))]
@@ -173,13 +173,13 @@ def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> 
         fill(x, value)
 
 
-def stand_in_for(rank: int, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
+def stand_in_for(rank: int, rehearsed: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
     """Return the rehearsed rank that stands in for ``rank``: the one that shares most coordinates, major axes first."""
     own = coordinates[rank]
-    return min(cast, key=lambda other: [one != its for one, its in zip(coordinates[other], own, strict=True)])
+    return min(rehearsed, key=lambda other: [one != its for one, its in zip(coordinates[other], own, strict=True)])
 
 
-def stand_ins_for(ranks: Sequence[int], cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> list[int]:
+def stand_ins_for(ranks: Sequence[int], rehearsed: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> list[int]:
     """Return the rehearsed rank that stands in for each rank of a group.
 
     If possible, the stand-ins share the coordinates that all ranks of the group share. For example, a group of replicas
@@ -187,8 +187,8 @@ def stand_ins_for(ranks: Sequence[int], cast: Sequence[int], coordinates: Sequen
     """
     every, own = [coordinates[rank] for rank in ranks], coordinates[ranks[0]]
     common = [axis for axis, places in enumerate(zip(*every, strict=True)) if len(set(places)) == 1]
-    fitting = [other for other in cast if all(coordinates[other][axis] == own[axis] for axis in common)]
-    return [stand_in_for(rank, fitting or cast, coordinates) for rank in ranks]
+    fitting = [other for other in rehearsed if all(coordinates[other][axis] == own[axis] for axis in common)]
+    return [stand_in_for(rank, fitting or rehearsed, coordinates) for rank in ranks]
 
 
 class Transcript(NamedTuple):
