@@ -317,7 +317,7 @@ def test_experts_that_replicas_share(mixture: Path) -> None:
     checked = run("check", mixture, "--tp", 2, "--ep", 4)
     assert checked.exit_code == 0 and checked.stdout.splitlines()[-1] == "all holds", checked.output
     alone = run("check", mixture, "--tp", 1, "--ep", 2)
-    assert "dry run: not run: one rank holds the full model, but for experts" in alone.stdout
+    assert "dry run: not run: one rank holds the full model, except for experts" in alone.stdout
     whole = of(run("show", mixture, "--tp", 2, "--ep", 2, "--json"))
     assert [rank["tp"] for rank in whole["ranks"]] == [0, 1] and whole["expert_parallel_size"] == 2
 

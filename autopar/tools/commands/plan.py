@@ -70,7 +70,7 @@ def plan(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Say which mesh to take: the five fastest that fit, with memory and time, and why other meshes do not."""
+    """Print the five fastest meshes that fit, with memory and time, and why other meshes do not fit."""
     given = dict(locals())
     with errors(as_json):
         from autopar.config import ParallelConfig

@@ -102,7 +102,7 @@ def check_policy(
 
 def _why_not_run(model: nn.Module, tp: int, ep: int) -> str:
     if tp == 1:
-        return f"not run: one rank holds the full model{', but for experts' if ep > 1 else ''}"
+        return f"not run: one rank holds the full model{', except for experts' if ep > 1 else ''}"
     if not isinstance(model, PreTrainedModel):
         return "not run: the forward's arguments are unknown; initialize runs it in the first forward"
     return "not run: the model does not run without data; compare loss and gradients with the reference model"

@@ -106,7 +106,7 @@ class Candidate:
         return ParallelConfig.parse(self.sections(precision))
 
     def sections(self, precision: str) -> dict[str, Any]:
-        """Return the configuration in the form of the user's config file."""
+        """Return the configuration in the form of a config file."""
         sizes: dict[str, Any] = {"tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp}
         sizes |= {"context_parallel_size": self.cp} if self.cp > 1 else {}
         sizes |= {"sequence_parallel": True} if self.sequence_parallel else {}

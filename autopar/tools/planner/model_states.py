@@ -188,7 +188,7 @@ class _Copies(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The ranks that hold the same experts."""
+        """The number of ranks that hold the same experts."""
         return self.replicas // self.sharers
 
     def sharer(self, place: int | None) -> int:

@@ -77,7 +77,7 @@ class PlannedModel:
         self._chunk, self._method, self._dispatch, self._dry_run = loss_chunk, method, dispatch, dry_run
 
     def sections(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the configuration of a candidate in the form of the user's config file."""
+        """Return the configuration of a candidate in the form of a config file."""
         return candidate.sections(self.precision) | ({"policy": self._policy_file} if self._policy_file else {})
 
     def stages(self, config: ParallelConfig) -> StagePlan:
