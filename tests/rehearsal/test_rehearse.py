@@ -215,7 +215,7 @@ def test_without_a_gpu_there_is_no_timeline(tmp_path: Path) -> None:
 def test_replicas_that_the_sizes_do_not_leave() -> None:
     result = CliRunner().invoke(app, ["rehearse", "gpt2", "--gpus", "16", "--tp", "2", "--dp", "4"])
     assert result.exit_code == 1
-    assert "--dp 4: the other sizes leave 8 replicas on 16 GPUs" in result.stderr
+    assert "--dp must be 8 with the other sizes on 16 GPUs; got 4" in result.stderr
 
 
 def test_equal_tensors_of_a_list_are_sharded_once(monkeypatch: pytest.MonkeyPatch) -> None:

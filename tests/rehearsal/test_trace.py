@@ -66,7 +66,7 @@ def test_ranks_that_part_are_named_with_their_lines(tmp_path: Path) -> None:
 def test_a_folder_without_traces(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["trace", str(tmp_path)])
     assert result.exit_code == 1
-    assert f"has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={tmp_path}" in result.stderr
+    assert f"has no traces (rank-N.jsonl). Start the job with AUTOPAR_TRACE={tmp_path}" in result.stderr
 
 
 def line(rank: int, kind: str = "all_reduce", ranks: Sequence[int] = (0, 1), peer: int = -1, size: int = 3) -> str:

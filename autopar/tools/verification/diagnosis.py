@@ -213,7 +213,7 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
 
 
 def _with_contradicting(culprit: Culprit, layers: Sequence[str], plan: Plan) -> Culprit:
-    """Add the layers with contradicting rules. Of equal layers in several blocks add only the first."""
+    """Add the layers with contradicting rules. If several blocks have equal layers, add only the first."""
     first = {line_of(plan, path): path for path in reversed(layers)}
     shown = [path for path in layers if path in first.values()]
     if not shown:
