@@ -349,7 +349,7 @@ def without_disk() -> None:
     if any(feature.name == "peft" for feature in registry.features()):
         from autopar.features.peft.saving import Adapters
 
-        Adapters.write_files = lambda self, full, target: None  # type: ignore[method-assign]
+        Adapters.write_files = lambda self, whole, target: None  # type: ignore[method-assign]
     hf_weights.MergedModel.push_to_hub = lambda self, *args, **options: ""  # type: ignore[method-assign]
 
 
