@@ -70,7 +70,7 @@ def plan(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Print the five fastest meshes that fit, with memory and time, and why other meshes do not fit."""
+    """Print the five fastest meshes that fit, with memory and time, and why the other meshes are not among them."""
     given = dict(locals())
     with errors(as_json):
         from autopar.config import ParallelConfig

@@ -73,7 +73,7 @@ def check(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Check a policy on a model without weights: plan, shards, dry run, stages. Exit code 0 if all checks pass.
+    """Try a policy on a model without weights: plan, shards of each rank, dry run, stages. Exit code 0 if all pass.
 
     Without --heads it also says whether sequence and context parallelism fit, which makes no difference to the exit
     code unless --sequence-parallel and --cp ask for them.

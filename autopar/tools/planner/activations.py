@@ -288,7 +288,7 @@ class ForwardCounter(BlockReplay):
         return _Kept(form_of(output), output.requires_grad, self._unit, before, own, self._first_inside)
 
     def make(self, kept: _Kept, arguments: list[torch.Tensor]) -> Any:
-        operations, self._storages.operations = self._storages.operations, None  # creating the output is not counted
+        operations, self._storages.operations = self._storages.operations, None  # its creation is not counted
         made = tensor_of(kept.form).requires_grad_(kept.requires_grad)
         self._storages.operations = operations
         if self._unit is None:

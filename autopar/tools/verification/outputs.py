@@ -115,7 +115,7 @@ OF_GRADIENTS = 10
 
 
 class Distance(NamedTuple):
-    """The largest difference, relative to the largest expected element; ``problem``: the reason if it is infinite."""
+    """Largest difference, relative to the largest expected element; ``problem``: the reason for a missing number."""
 
     relative: float
     problem: str = ""
