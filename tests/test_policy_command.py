@@ -240,7 +240,7 @@ def test_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "no policy lists model_type 'renamed'" in result.stderr and "policy='derive'" in result.stderr
     for name, told in {
         "smal": "some_code.py has no class or function 'smal'. Did you mean 'small'?",
-        "takes": "takes: missing a required argument: 'layers'; name a function without arguments",
+        "takes": "takes: missing a required argument: 'layers'; name a function that returns a model",
         "Fails": "Fails cannot be built: RuntimeError: out of luck",
     }.items():
         result = fails("check", f"some_code.py:{name}")
@@ -255,8 +255,8 @@ def test_a_module_that_is_no_hugging_face_model(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "nano.py").write_text(code)
     result = run("check", "mine.yaml", "--model", "nano.py:nano")
     assert result.exit_code == 0, result.output
-    assert "dry run: not run: it needs the arguments of a forward" in result.stdout
-    assert "has no 'match', so it names no model" in fails("check", "mine.yaml").stderr
+    assert "dry run: not run: the forward's arguments are unknown" in result.stdout
+    assert "has no 'match', so --model is required" in fails("check", "mine.yaml").stderr
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_experts_that_replicas_share(mixture: Path) -> None:
     checked = run("check", mixture, "--tp", 2, "--ep", 4)
     assert checked.exit_code == 0 and checked.stdout.splitlines()[-1] == "all checks pass", checked.output
     alone = run("check", mixture, "--tp", 1, "--ep", 2)
-    assert "dry run: not run: one rank holds the full model, but for experts" in alone.stdout
+    assert "dry run: not run: one rank holds the full model, except for experts" in alone.stdout
     whole = of(run("show", mixture, "--tp", 2, "--ep", 2, "--json"))
     assert [rank["tp"] for rank in whole["ranks"]] == [0, 1] and whole["expert_parallel_size"] == 2
 

@@ -1,13 +1,13 @@
-"""Tools beside the library: what derives policies, plans meshes, proves models and rehearses jobs.
+"""Tools that plan meshes, verify models, rehearse jobs and derive policies.
 
-They import the core; it imports none of them.
+The tools import the core. The core does not import the tools.
 """
 
 from autopar.registry import Feature
 
 FEATURE = Feature(
     name="tools",
-    about="plan, verify, rehearse, and policies that are derived",
+    about="plan, verify, rehearse, and derived policies",
     names={
         "metrics": "autopar.tools.planner.parallelized:metrics",
         "plan_memory": "autopar.tools.planner.memory_plan:plan_memory",

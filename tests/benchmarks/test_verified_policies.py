@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from autopar.tools.verification.report import Report, Row
+from autopar.tools.verification.report import Row, VerificationReport
 from benchmarks.verified_policies import row_of, verdict
 
 pytestmark = pytest.mark.tier("sweep")
 
 
-def _report(*rows: Row) -> Report:
-    return Report("M", 1, "policy m", {"tp": 2}, "float32", "cpu", rows)
+def _report(*rows: Row) -> VerificationReport:
+    return VerificationReport("M", 1, "policy m", {"tp": 2}, "float32", "cpu", rows)
 
 
 @pytest.mark.parametrize(

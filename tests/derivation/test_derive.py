@@ -103,8 +103,8 @@ def test_a_number_of_units_that_shapes_do_not_show() -> None:
     seen, decisions = decide(models, blocks, Decisions())
     with pytest.raises(
         PolicyError,
-        match=r"in blocks\.0 view makes \[2, 5, 4, 2\] of a shard, whose units are \[2, 5, 2, 4\] of the full model's: "
-        r"a number of units may not be scaled \(attributes\)",
+        match=r"in blocks\.0 view returns shape \[2, 5, 4, 2\] in a shard, expected \[2, 5, 2, 4\]: a number of units "
+        r"may not be scaled \(attributes\)",
     ):
         check_units(models, blocks, decisions, seen, plan)
 
@@ -116,7 +116,7 @@ def test_what_forward_wants_whole_is_sharded_and_gathered() -> None:
         "key": {"column": "heads", "gather_output": True},
         "back": {"row": "heads", "split_input": True},
     }
-    assert derived.gathered == ("blocks.*.back", "blocks.*.key", "blocks.*.query") and derived.whole == ()
+    assert derived.gathered == ("blocks.*.back", "blocks.*.key", "blocks.*.query") and derived.replicated == ()
 
 
 def test_a_weight_that_training_uses_by_itself_stays_whole() -> None:
@@ -154,7 +154,7 @@ def test_the_text_is_the_policy() -> None:
 
 
 def test_nothing_can_be_sharded() -> None:
-    with pytest.raises(UnsupportedModelError, match="no layers follow one another so that units of the first meet"):
+    with pytest.raises(UnsupportedModelError, match="no two consecutive layers share units"):
         derive(TangledModel(OddConfig()))
 
 

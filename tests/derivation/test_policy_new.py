@@ -32,7 +32,7 @@ def test_new_check_verify(tmp_path: Path) -> None:
     assert made.stdout == f"wrote {policy}; next: autopar policy check {policy} --model {model}\n"
     lines = policy.read_text().splitlines()
     assert lines[0].startswith("# OddForCausalLM: derived from its modules and a forward; ")
-    assert lines[1] == "# Proven on a small random model: outputs and gradients are those of the plain one."
+    assert lines[1] == "# Proven on a small random model: outputs and gradients equal the reference model's."
     checked = run("policy", "check", policy, "--model", model, "--json")
     assert checked.exit_code == 0 and json.loads(checked.stdout)["dry_run"] == "ok"
     proof = run("verify", model, "--tp", 2, "--policy", policy, "--checks", "forward", "--json")
@@ -48,7 +48,7 @@ def test_new_as_json() -> None:
     assert read_user_policy(made["policy"]).model_types == read_user_policy(made["text"]).model_types == ("odd",)
     assert made["policy"]["loss"] == {"OddForCausalLM": "shifted_mean"}
     assert "\nloss: {OddForCausalLM: shifted_mean}\n" in made["text"]
-    assert "# Not proven: compare outputs and gradients with the plain model's before you rely on it." in made["text"]
+    assert "# Not proven: compare outputs and gradients with the reference model before you use it." in made["text"]
 
 
 @pytest.mark.parametrize(
@@ -57,16 +57,10 @@ def test_new_as_json() -> None:
         ("lama", "'lama' is not a folder with a config.json or a model type of transformers"),
         (
             f"{ODD}:Mix",
-            "Mix: missing a required argument: 'config'; name a function without arguments that returns a model",
+            "Mix: missing a required argument: 'config'; name a function that returns a model without arguments",
         ),
-        (
-            f"{ODD}:make_plain",
-            "Linear is no Hugging Face model: 'policy new' needs a PreTrainedModel, of which the inputs",
-        ),
-        (
-            f"{ODD}:TangledModel",
-            "no policy can be derived for TangledModel: no layers follow one another so that units",
-        ),
+        (f"{ODD}:make_plain", "'policy new' requires a Hugging Face PreTrainedModel; got Linear"),
+        (f"{ODD}:TangledModel", "no policy can be derived for TangledModel: no two consecutive layers share units"),
         (f"{ODD}:Unpredictable", "no policy can be derived for Unpredictable: its forward does not run without data"),
     ],
 )
@@ -86,7 +80,7 @@ def test_what_is_not_proven_is_not_written(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(verify, "verify", mistaken)
     result = run("policy", "new", f"{ODD}:OddForCausalLM", "-o", tmp_path / "odd.yaml")
     assert result.exit_code == 1 and not (tmp_path / "odd.yaml").exists()
-    assert "error: the derived policy is wrong, nothing is written: OddForCausalLM on tp 2" in result.stderr
+    assert "error: the derived policy is wrong, and not written: OddForCausalLM on tp 2" in result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_remote_code_is_run_where_it_is_trusted(folder: Path, tmp_path: Path) -> None:
     refused = run("policy", "new", folder)
     assert refused.exit_code == 1
-    assert refused.stderr == f"error: {folder} comes with its own code: --trust-remote-code runs it\n"
+    assert refused.stderr == f"error: {folder} requires custom code; --trust-remote-code runs it\n"
     policy = tmp_path / "odd.yaml"
     made = run("policy", "new", folder, "--trust-remote-code", "-o", policy)
     assert made.exit_code == 0, made.stderr

@@ -60,7 +60,7 @@ def test_many_microbatches_take_as_long_as_if_all_were_played(name: str, microba
 
 
 def test_lists_that_cannot_be_run() -> None:
-    with pytest.raises(ValueError, match="2 actions wait for each other"):
+    with pytest.raises(ValueError, match="the schedule deadlocks: 2 actions wait for each other"):
         play([[Action("B", 0, 0), Action("F", 0, 0)]], 1, lambda action: 1.0)
 
 

@@ -134,7 +134,7 @@ def test_nothing_fits(folder: Path, tmp_path: Path) -> None:
         (("--global-batch", "0"), "global-batch must be at least 1, not 0"),
         (("--precision", "fp8"), "precision must be fp32, bf16 or fp16, not fp8"),
         (("--zero", "4"), "zero_stage must be 0, 1, 2 or 3, not 4"),
-        (("--optimizer", "lion"), "optimizer='lion': the state that it keeps is not known. Known: adamw"),
+        (("--optimizer", "lion"), "optimizer must be one of adamw, adam, sgd, sgd-momentum; got 'lion'"),
     ],
 )
 def test_what_is_refused(folder: Path, arguments: tuple[str, str], message: str) -> None:

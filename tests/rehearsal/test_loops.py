@@ -239,16 +239,16 @@ WRONG: dict[Loop, str] = {
     received_on_the_host: "is sent from a device and received on the CPU",
     never_sent: "rank 1 waits in recv from rank 0 over world [2] float32",
     room_for_fewer_numbers: "send to rank 1 over world [3] float32 and received as recv from rank 0 over world [2]",
-    saved_by_rank_0_alone: "The first that it does not have: barrier over world\n    autopar/checkpoint/save.py:",
-    another_operation: "reduce in different ways, sum and max",
+    saved_by_rank_0_alone: "The first missing collective: barrier over world\n    autopar/checkpoint/save.py:",
+    another_operation: "have different reductions, sum and max",
     equal_groups_crossed: "waits in all_reduce over group #2 [3] float32",
     a_message_of_another_group: "rank 1 sends 1 messages with tag 0 to rank 2 over group, which receives 0",
-    a_mesh_that_a_rank_lacks: "groups, rank 3 makes",
-    more_rows: "rank 0 sends 1 rows to rank 3, which takes 2",
-    longer_parts: "rank 0 sends 2 rows to rank 3, which takes 3",
-    a_tensor_that_a_rank_does_not_take: "The first that it does not have: scatter to rank 0",
-    on_the_host: "are on different devices, one of them on the CPU",
-    one_after_the_other_on_nccl: "over nccl, where a group carries one message after the other, rank 0 waits in recv",
+    a_mesh_that_a_rank_lacks: "groups, but rank 3 creates",
+    more_rows: "rank 0 sends 1 rows to rank 3, which expects 2",
+    longer_parts: "rank 0 sends 2 rows to rank 3, which expects 3",
+    a_tensor_that_a_rank_does_not_take: "The first missing collective: scatter to rank 0",
+    on_the_host: "are on different devices, one on the CPU and one on the GPU",
+    one_after_the_other_on_nccl: "over nccl, where a group sends one message at a time, rank 0 waits in recv",
 }
 
 
@@ -257,28 +257,28 @@ WRONG: dict[Loop, str] = {
 def test_a_wrong_loop_is_found(loop: Loop) -> None:
     problems = rehearsed(loop).problems
     assert WRONG[loop] in "\n".join(problems)
-    assert "test_loops.py:" in problems[0] or "makes" in problems[0]
+    assert "test_loops.py:" in problems[0] or "creates" in problems[0]
 
 
 REFUSED: dict[str, tuple[Loop, str]] = {
     "room for another number": (
         lambda model, *_: dist.all_gather_into_tensor(on_device(model, 13), on_device(model, 3)),
-        "has 13 elements where 4 ranks have 3 each",
+        "has 13 elements, but 4 ranks have 3 each",
     ),
     "too few tensors": (
         lambda model, *_: dist.all_gather([on_device(model, 3)] * 3, on_device(model, 3)),
-        "has 3 tensors, and the group has 4 ranks",
+        "has 3 tensors, but the group has 4 ranks",
     ),
     "splits of other rows": (
         lambda model, *_: dist.all_to_all_single(on_device(model, 3), on_device(model, 4), [1] * 4, [1] * 4),
-        r"receives 3 rows, and they are split into \[1, 1, 1, 1\]",
+        r"receives 3 rows, but the split sizes are \[1, 1, 1, 1\]",
     ),
     "too short a list of objects": (lambda *_: dist.all_gather_object([None], rank()), "IndexError"),
     "of any sender": (
         lambda model, *_: dist.recv(on_device(model, 3)) if rank() == 0 else dist.send(on_device(model, 3), 0),
-        "name its sender: test_loops.py",
+        "must name a sender; got recv.*test_loops.py",
     ),
-    "without an end": (lambda model, *_: forever(model), "more than .* calls: does a loop wait for a number"),
+    "without an end": (lambda model, *_: forever(model), "more than .* calls: .*\n.*loop that waits for a value"),
 }
 
 

@@ -157,8 +157,8 @@ def test_messages_are_received_in_the_order_of_sending_over_nccl() -> None:
     taken = [call._replace(kind="recv", peer=0, where=f"b.py:{call.tag}") for call in (second, first)]
     [line] = differences({0: [first, second], 1: taken}, lambda ranks: ranks)
     assert line == (
-        "message 0 from rank 0 to rank 1 over pp forward up has tag 1 where it is sent and 2 where it is received: "
-        "nccl has no tags, and gives it the wrong one\n  a.py:1\n  b.py:2"
+        "message 0 from rank 0 to rank 1 over pp forward up is sent with tag 1 and received with tag 2: "
+        "NCCL ignores tags, so the receiver gets the wrong message\n  a.py:1\n  b.py:2"
     )
     control = [call._replace(group=group._replace(name="pp control")) for call in (first, second, *taken)]
     assert list(differences({0: control[:2], 1: control[2:]}, lambda ranks: ranks)) == [], "over gloo on GPUs, too"
@@ -180,5 +180,5 @@ def test_rows_of_an_all_to_all_that_nobody_takes() -> None:
     call = Call("all_to_all", group, ((4, 8),), "float32", ((3, 1), (3, 2)), where="experts.py:71")
     other = call._replace(splits=((2, 2), (2, 2)))
     [line] = differences({0: [call], 1: [other]}, lambda ranks: ranks)
-    assert line.startswith("collective 0 over ep [0, 1]: rank 0 sends 1 rows to rank 1, which takes 2\n")
+    assert line.startswith("collective 0 over ep [0, 1]: rank 0 sends 1 rows to rank 1, which expects 2\n")
     assert list(differences({0: [call], 1: [call._replace(splits=((2, 2), (1, 2)))]}, lambda ranks: ranks)) == []

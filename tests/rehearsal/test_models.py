@@ -122,5 +122,5 @@ def test_the_policy_of_a_config_is_the_one_that_is_rehearsed(tmp_path: Path) -> 
 def test_sizes_that_do_not_fit(sizes: dict[str, int], tmp_path: Path) -> None:
     given = {"world": 4, **sizes}
     ((name, size),) = sizes.items()
-    with pytest.raises(ConfigError, match=f"rehearse: {name}={size}, and at least [01] fits"):
+    with pytest.raises(ConfigError, match=f"rehearse: {name} must be at least [01]; got {size}"):
         autopar.rehearse(on_meta(llama), {"tp": 2}, given.pop("world"), **given)

@@ -68,7 +68,7 @@ def test_a_clipping_of_dtensors_that_one_rank_skips_is_found(gpu: str | None) ->
         on_meta(llama), {"zero": {"stage": 3}}, 4, sequence=16, loop=loop, gpu=gpu
     ).problems
     assert problem.startswith("rank 0 has ") and "rank 3 has " in problem
-    assert "The first that it does not have: all_reduce over world [39] float32" in problem
+    assert "The first missing collective: all_reduce over world [39] float32" in problem
     assert "test_rehearse.py:" in problem
 
 
@@ -99,7 +99,7 @@ def test_other_forms_are_saved_and_uploaded_nowhere(save: Any, skipped: bool, tm
     found = autopar.rehearse(model, {"tp": 2}, 4, sequence=16, loop=loop)
     assert [path.name for path in tmp_path.iterdir()] == [trained.name] and trained.read_text() == "trained"
     assert bool(found.problems) == skipped
-    assert not skipped or "The first that it does not have: barrier over world" in found.problems[0]
+    assert not skipped or "The first missing collective: barrier over world" in found.problems[0]
 
 
 @pytest.mark.tier("test")
@@ -131,7 +131,7 @@ def test_what_the_last_rank_of_an_axis_skips_is_found(axis: str) -> None:
 
     found = autopar.rehearse(on_meta(llama), {"tp": 4}, 16, sequence=16, loop=loop)
     [problem] = [problem for problem in found.problems if " waits in " not in problem]
-    assert f"over {axis} " in problem and "The first that it does not have: all_reduce" in problem
+    assert f"over {axis} " in problem and "The first missing collective: all_reduce" in problem
 
 
 @pytest.mark.tier("test")
@@ -208,14 +208,14 @@ def test_the_timeline_is_written(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_there_is_no_timeline(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no timeline was made: rehearse\(..., gpu='h100'\) makes one"):
+    with pytest.raises(ConfigError, match=r"The rehearsal has no timeline.\n  .*rehearse\(..., gpu='h100'\)"):
         autopar.rehearse(on_meta(llama), {"tp": 2}, 2, sequence=16).write_timeline(tmp_path / "step.json")
 
 
 def test_replicas_that_the_sizes_do_not_leave() -> None:
     result = CliRunner().invoke(app, ["rehearse", "gpt2", "--gpus", "16", "--tp", "2", "--dp", "4"])
     assert result.exit_code == 1
-    assert "--dp 4: the other sizes leave 8 replicas on 16 GPUs" in result.stderr
+    assert "--dp must be 8 with the other sizes on 16 GPUs; got 4" in result.stderr
 
 
 def test_equal_tensors_of_a_list_are_sharded_once(monkeypatch: pytest.MonkeyPatch) -> None:

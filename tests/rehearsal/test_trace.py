@@ -66,7 +66,7 @@ def test_ranks_that_part_are_named_with_their_lines(tmp_path: Path) -> None:
 def test_a_folder_without_traces(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["trace", str(tmp_path)])
     assert result.exit_code == 1
-    assert f"has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={tmp_path}" in result.stderr
+    assert f"has no traces (rank-N.jsonl). Start the job with AUTOPAR_TRACE={tmp_path}" in result.stderr
 
 
 def line(rank: int, kind: str = "all_reduce", ranks: Sequence[int] = (0, 1), peer: int = -1, size: int = 3) -> str:
@@ -148,7 +148,7 @@ def test_an_attempt_of_an_elastic_job_has_a_folder_of_its_own(tmp_path: Path) ->
     [
         (["--trace", "nowhere/step.json"], "--trace nowhere/step.json: the folder nowhere does not exist"),
         (["--config", "c.yaml", "--zero", "1"], "--config c.yaml is not supported with --tp, --pp, --cp, --ep"),
-        (["--optimizer", "lion"], "optimizer='lion' is none of adamw, adam, sgd, sgd-momentum, muon, nor a function"),
+        (["--optimizer", "lion"], "optimizer must be one of adamw, adam, sgd, sgd-momentum, muon, or a function; got"),
     ],
 )
 def test_what_comes_last_is_checked_first(arguments: list[str], text: str) -> None:

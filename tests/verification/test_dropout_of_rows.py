@@ -12,7 +12,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from autopar.config import ParallelConfig
 from autopar.tools.verification.checks import Draw, Place, wrong_draws
-from autopar.tools.verification.report import Report
+from autopar.tools.verification.report import VerificationReport
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.verify import checks_of, verify_on_ranks
 from tests.parity import language_batches
@@ -40,7 +40,7 @@ def _t5() -> Any:
 
 def _verified(
     build: Any, sizes: dict[str, Any], change: Callable[[Session], None] | None = None, **more: Any
-) -> Report:
+) -> VerificationReport:
     torch.manual_seed(0)
     model = build()
     batches = language_batches(131, count=1)
@@ -95,7 +95,7 @@ def test_stages_whose_own_stream_is_the_same_for_all_rows_are_found() -> None:
     with patch("autopar.tensor_parallel.regions.followers", []):
         report = _verified(_gpt2, {**CP, **PP})
     assert report.culprit is not None and report.culprit.module.startswith("transformer.h.1."), str(report)
-    assert "draws alike on ranks that hold different parts" in report.culprit.found
+    assert "draws identical numbers on ranks with different shards" in report.culprit.found
 
 
 def _everyone(states: str, shape: tuple[int, ...] = (2, 4)) -> dict[Place, list[Draw]]:
@@ -112,7 +112,7 @@ def test_parts_on_both_axes_or_on_one_of_them_are_drawn_apart(states: str) -> No
 @pytest.mark.parametrize("states", ["aaaa", "aaab", "abba"])
 def test_parts_that_some_ranks_draw_alike_are_found(states: str) -> None:
     assert list(wrong_draws([Draw("drop", (4, 4), "", 0.5)], _everyone(states))) == [
-        ("drop", "draws alike on ranks that hold different parts [2, 4]")
+        ("drop", "draws identical numbers on ranks with different shards [2, 4]")
     ]
 
 
@@ -120,18 +120,19 @@ def test_what_ranks_hold_alike_must_be_drawn_alike_and_as_the_plain_model_does()
     whole = Draw("drop", (2, 4), "", 0.5)
     assert not list(wrong_draws([whole], _everyone("aaaa")))
     for everyone, text in (
-        (_everyone("aaba"), "draws differently on ranks that hold the same activation"),
+        (_everyone("aaba"), "draws different numbers on ranks with the same activation"),
         (
             {place: [draws[0]._replace(rate=0.1)] for place, draws in _everyone("aaaa").items()},
-            "drops 0.1 of its elements, and the plain model's 0.5",
+            "has a dropout rate of 0.1, expected 0.5",
         ),
         ({place: [] if place.cp else draws for place, draws in _everyone("aaaa").items()}, "draws 1, 1, 0, 0 times"),
-        ({place: [] for place in _everyone("aaaa")}, "draws 0, 0, 0, 0 times on the ranks, 1 times in the plain model"),
+        ({place: [] for place in _everyone("aaaa")}, "draws 0, 0, 0, 0 times on the ranks, 1 times in the refer"),
     ):
         assert next(wrong_draws([whole], everyone))[1].startswith(text)
     three = {place: draws * 3 for place, draws in _everyone("aaaa").items()}
     assert (
-        next(wrong_draws([whole, whole], three))[1] == "draws 3, 3, 3, 3 times on the ranks, 2 times in the plain model"
+        next(wrong_draws([whole, whole], three))[1]
+        == "draws 3, 3, 3, 3 times on the ranks, 2 times in the reference model"
     )
     runs = {place: draws * 2 for place, draws in _everyone("abcd").items()}  # attention over two runs of rows
     assert not list(wrong_draws([whole], runs))

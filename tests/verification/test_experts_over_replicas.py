@@ -12,7 +12,7 @@ import autopar
 from autopar.cli import app
 from autopar.config import ParallelConfig
 from autopar.features.experts import layers as experts
-from autopar.tools.verification.report import Report
+from autopar.tools.verification.report import VerificationReport
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.verify import checks_of, verify_on_ranks
 from tests.parity import language_batches
@@ -28,7 +28,7 @@ def mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**sizes, **more, initializer_range=0.2))
 
 
-def verified(config: dict[str, Any], checks: list[str] | None = None, change: Any = None, rows: int = 4) -> Report:
+def verified(config: dict[str, Any], checks: Any = None, change: Any = None, rows: int = 4) -> VerificationReport:
     batches = language_batches(131, count=2, batch=rows)
     return verify_on_ranks(mixtral(), ParallelConfig.parse(config), None, batches, checks_of(checks), change)
 
@@ -68,7 +68,7 @@ def test_what_is_wrong_with_experts_is_found() -> None:
 
 @pooled(world_size=2)
 def test_batches_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(autopar.ConfigError, match="batch 0 has 3 samples, which do not divide over 2 replicas"):
+    with pytest.raises(autopar.ConfigError, match="must be a multiple of the 2 replicas; got 3 in batch 0"):
         verified({"ep": 2}, rows=3)
 
 

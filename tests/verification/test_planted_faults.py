@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from autopar.config import ParallelConfig
-from autopar.tools.verification.report import Report
+from autopar.tools.verification.report import VerificationReport
 from autopar.tools.verification.verify import checks_of, verify_on_ranks
 from tests.parity import language_batches, randomise
 from tests.pool import pooled
@@ -28,7 +28,7 @@ def _model(name: str) -> Any:
     return llama(**_EVEN, num_key_value_heads=1 if name == "mqa" else 2)
 
 
-def _verified(fault: Fault) -> Report:
+def _verified(fault: Fault) -> VerificationReport:
     sizes = {name: size for name, size in fault.mesh.items() if name != "data_parallel_size"}
     config = ParallelConfig.parse({"model_parallelism": sizes})
     with ExitStack() as stack:
@@ -41,7 +41,7 @@ def _verified(fault: Fault) -> Report:
         return verify_on_ranks(_model(fault.model), config, text_of(fault), batches, checks, change)
 
 
-def _names(report: Report, fault: Fault) -> bool:
+def _names(report: VerificationReport, fault: Fault) -> bool:
     """Whether the report says where the fault is; a refusal does it in its text."""
     if fault.refused:
         return report.rows[0].check == "plan" and fault.refused in report.rows[0].note

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from autopar.tools.verification.report import Report
+from autopar.tools.verification.report import VerificationReport
 from autopar.tools.verification.verify import run_on_ranks
 from tests.tiers import mainly
 
@@ -19,7 +19,7 @@ class Kept:
         self.group, self.own = group, self
 
 
-def collects(alarm: Callable[[Report], None]) -> str:
+def collects(alarm: Callable[[VerificationReport], None]) -> str:
     gc.collect()
     return f"rank {dist.get_rank()} of {dist.get_world_size()}"
 

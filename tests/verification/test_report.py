@@ -9,7 +9,7 @@ import torch
 from autopar.errors import VerificationError
 from autopar.tools.verification.diagnosis import Event, first_difference
 from autopar.tools.verification.outputs import Distance, measure
-from autopar.tools.verification.report import Culprit, RankMemory, Report, Row, Traffic
+from autopar.tools.verification.report import Culprit, RankMemory, Row, Traffic, VerificationReport
 
 ONE = torch.tensor([1.0, -4.0, 2.0])
 
@@ -22,7 +22,7 @@ def test_a_distance_is_a_part_of_the_largest_element() -> None:
 
 
 def test_what_cannot_be_compared_has_a_reason() -> None:
-    assert measure(ONE[:2], ONE) == Distance(math.inf, "shape [2], the plain model's is [3]")
+    assert measure(ONE[:2], ONE) == Distance(math.inf, "expected shape [3], got [2]")
     assert measure(torch.tensor([1, 2]), torch.tensor([1, 3])).problem == "1 of 2 elements differ"
     assert measure(torch.tensor([math.nan, 1.0]), torch.tensor([0.0, 1.0])).problem == "1 of 2 elements are not finite"
     masked = torch.tensor([-math.inf, 1.0])
@@ -67,10 +67,10 @@ def test_a_wrong_gradient_is_made_by_who_reads_the_output() -> None:
     assert parameter is not None and parameter.module == "h.0.norm"
 
 
-def report(*rows: Row, culprit: Culprit | None = None) -> Report:
+def report(*rows: Row, culprit: Culprit | None = None) -> VerificationReport:
     memory = RankMemory(0, 1000, 2000, 3_500_000)
-    return Report("Model", 1234, "policy p (p.yaml:2)", {"tp": 2, "pp": 1, "dp": 1}, "float32", "cpu", rows, culprit,
-                  (memory,), memory, (Traffic("all-reduce", 4, 5_000),), 1.0)  # fmt: skip
+    return VerificationReport("Model", 1234, "policy p (p.yaml:2)", {"tp": 2, "pp": 1, "dp": 1}, "float32", "cpu", rows,
+                              culprit, (memory,), memory, (Traffic("all-reduce", 4, 5_000),), 1.0)  # fmt: skip
 
 
 GOOD = Row("forward", "logits", True, 2e-7, 1e-4)

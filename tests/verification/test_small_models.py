@@ -81,8 +81,8 @@ def test_what_cannot_be_run_says_what_was_tried() -> None:
     with pytest.raises(autopar.ConfigError) as raised:
         make_batches(build_small(head.kind, head.config), count=1, rows=2, length=16)
     message = str(raised.value)
-    assert "LxmertForPreTraining does not run with the inputs that were made for it: " in message
-    assert "They were input_ids [2, 16]" in message and "Give batches=[...] of your own to autopar.verify." in message
+    assert "LxmertForPreTraining does not run with generated inputs: " in message
+    assert "The inputs were input_ids [2, 16]" in message and "Pass batches=[...] to autopar.verify." in message
 
 
 def test_terms_that_cancel_are_measured_by_their_size() -> None:

@@ -10,13 +10,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 import autopar
 from autopar import registry
 from autopar.cli.app import Json, app, errors, print_json
-from autopar.policy.match import supported_model_types
 
 _PACKAGES = ("torch", "transformers", "datasets", "safetensors", "pyyaml", "accelerate", "peft", "trl", "bitsandbytes")
 _PREFIXES = ("AUTOPAR_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "CUDA_VISIBLE", "HF_HUB_OFFLINE")
@@ -35,7 +31,11 @@ def env(as_json: Json = False) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Return what :func:`env` prints, as plain data. Starts no process group."""
+    """Return the facts that :func:`env` prints, as plain data. Starts no process group."""
+    import torch.distributed as dist
+
+    from autopar.policy.match import supported_model_types
+
     packages = {name: _version(name) for name in _PACKAGES}
     backends = [name for name in ("gloo", "nccl", "xccl", "mpi", "ucc") if dist.is_backend_available(name)]
     return {
@@ -75,6 +75,8 @@ def _commit(package: Path) -> str:
 
 def _devices() -> list[str]:
     """Return one line per kind of accelerator: its name, number, memory and driver; empty for a CPU."""
+    import torch
+
     found: dict[str, int] = {}
     for number in range(torch.cuda.device_count()):
         of = torch.cuda.get_device_properties(number)

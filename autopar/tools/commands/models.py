@@ -1,4 +1,4 @@
-"""Models that a command names: built without memory for weights, from a folder, a model type, or code of the user."""
+"""Build the model of a command without memory for weights, from a folder, a model type or user code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def _remote_classes(folder: Path, content: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, type[PreTrainedModel]]]:
-    """Run the code of a folder; return its config, and the classes that its ``auto_map`` names."""
+    """Run the code of a folder. Return its config, and the model classes of its ``auto_map``."""
     found: dict[str, type[PreTrainedModel]] = {}
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
@@ -47,22 +47,22 @@ def _remote_classes(folder: Path, content: dict[str, Any]) -> tuple[PretrainedCo
     except Exception as error:  # the folder's code may raise anything
         raise ConfigError(f"the code of {folder} fails: {type_and_text(error, 200)}") from error
     if not found:
-        raise ConfigError(f"the auto_map of {folder} names no model: it has {', '.join(sorted(content['auto_map']))}")
+        raise ConfigError(f"the auto_map of {folder} names no model class: {', '.join(sorted(content['auto_map']))}")
     return config, found
 
 
-# The head that a model type is checked with by default: the first of these endings that one of its classes has.
+# Endings of the default class of a model type, in order of preference.
 _USUAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining", "Model")
 
 
 class Head(NamedTuple):
-    """One model to build.
+    """A model to build.
 
     Attributes:
-        name: Name of its class or function.
-        make: Constructor without arguments.
-        kind, config: Class of transformers and its config; None for user code.
-        folder: Folder or model of the hub with its weights; "" for none.
+        name: The name of its class or function.
+        make: A constructor without arguments.
+        kind, config: The transformers class and its config; None for user code.
+        folder: The folder or hub model with the weights; "" for none.
     """
 
     name: str
@@ -83,17 +83,17 @@ class Head(NamedTuple):
 
 
 def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head]:
-    """Find the models that ``source`` names.
+    """Return the models that ``source`` names.
 
     Args:
-        source: A folder with ``config.json``, a model of the hub (``org/name``), a model type of transformers (its
-            default config), or user code, ``FILE.py:NAME`` or ``MODULE:NAME``: a class, or a function that returns a
+        source: A folder with ``config.json``, a hub model (``org/name``), a model type of transformers (with its
+            default config), or user code (``FILE.py:NAME`` or ``MODULE:NAME``): a class, or a function that returns a
             model.
-        every: Every class of the same config, not only the one that is named (or, of a model type, the usual one).
-        trust: Run code that comes with a folder.
+        every: A flag to return all classes of the config. Default: the named class, or the usual class of a type.
+        trust: A flag to run code in the folder.
 
     Raises:
-        ConfigError: ``source`` names no model, or cannot be read.
+        ConfigError: If ``source`` does not name a model, or cannot be read.
     """
     path = Path(source)
     if path.name == "config.json" and path.is_file():
@@ -106,7 +106,7 @@ def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head
         return _of_config(CONFIG_MAPPING[source](), (), every)
     if source.count("/") != 1 or path.exists():
         raise _unknown_type(source, f"'{source}' is not a folder with a config.json or")
-    try:  # of the hub, or of transformers' cache of it; no weights are read
+    try:  # from the hub or its cache; weights are not read
         config = AutoConfig.from_pretrained(source)
     except Exception as error:  # no network, no such model, a type that transformers does not have
         raise ConfigError(
@@ -133,11 +133,11 @@ TASKS = {
     "image-classification": ("ForImageClassification",),
     "base": ("Model",),
 }
-"""Task -> endings of the classes for it."""
+"""Task -> endings of class names."""
 
 
 def of_task(source: str, task: str | None, *, trust: bool = False) -> Head:
-    """Find the class of ``source`` for a task of :data:`TASKS`, or of that name; None: the usual one."""
+    """Return the class of ``source`` for a task of :data:`TASKS` or a class name; None: the usual class."""
     if task is None:
         return heads(source, trust=trust)[0]
     found = {head.name: head for head in heads(source, every=True, trust=trust)}
@@ -174,7 +174,7 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
         own, found = _remote_classes(folder, content)
         return _of_config(own, names, every, str(folder), found)
     if kind not in CONFIG_MAPPING and content.get("auto_map"):
-        raise ConfigError(f"{folder} comes with its own code: --trust-remote-code runs it")
+        raise ConfigError(f"{folder} requires custom code; --trust-remote-code runs it")
     if kind not in CONFIG_MAPPING:
         raise _unknown_type(str(kind), f"{path} says model_type={kind!r}, which is not")
     try:
@@ -187,7 +187,7 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
 def _of_config(
     config: PretrainedConfig, names: Any, every: bool, folder: str = "", own: Mapping[str, Any] | None = None
 ) -> list[Head]:
-    """Return the classes in ``names``, else the usual one, of transformers' for ``config`` or of the folder's own."""
+    """Return the classes in ``names``, or the usual class, from transformers or from the folder's code (``own``)."""
     found = own or _classes(config)
     if not found:
         raise ConfigError(f"transformers has no model class for model_type '{config.model_type}'")
@@ -196,7 +196,7 @@ def _of_config(
 
 
 def _classes(config: PretrainedConfig) -> dict[str, type[PreTrainedModel]]:
-    """Return every class of transformers whose config is of this type, by name."""
+    """Return all transformers classes for this type of config, by name."""
     names: set[str] = set()
     for name, table in vars(modeling_auto).items():
         if name.endswith("_MAPPING_NAMES") and name != "CONFIG_MAPPING_NAMES":
@@ -205,13 +205,13 @@ def _classes(config: PretrainedConfig) -> dict[str, type[PreTrainedModel]]:
     found = {name: getattr(transformers, name) for name in names if hasattr(transformers, name)}
     try:
         module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    except ModuleNotFoundError:  # the type uses another one's classes
+    except ModuleNotFoundError:  # the type uses classes of a different type
         return found
     return {**found, **_siblings(module, type(config))}
 
 
 def _siblings(module: ModuleType, config_class: type) -> dict[str, type[PreTrainedModel]]:
-    """Return the models that ``module`` defines for one class of configs, by name."""
+    """Return the model classes in ``module`` for a config class, by name."""
     return {
         name: member
         for name, member in vars(module).items()
@@ -266,7 +266,7 @@ def _build(kind: type[PreTrainedModel], config: PretrainedConfig | None) -> nn.M
     if config is None:
         config_class: Any = kind.config_class
         if config_class is None:
-            raise ConfigError(f"{kind.__name__} has no config_class, so no default config; name a function instead")
+            raise ConfigError(f"{kind.__name__} has no config_class; name a function that returns a model")
         config = config_class()
     model: nn.Module = from_config(kind, config)
     return model
@@ -275,19 +275,19 @@ def _build(kind: type[PreTrainedModel], config: PretrainedConfig | None) -> nn.M
 def _call(made: Callable[[], Any], name: str) -> nn.Module:
     try:
         inspect.signature(made).bind()
-    except TypeError as error:  # missing a required argument: 'config'
-        raise ConfigError(f"{name}: {error}; name a function without arguments that returns a model") from None
+    except TypeError as error:  # required arguments
+        raise ConfigError(f"{name}: {error}; name a function that returns a model without arguments") from None
     model = made()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{name}() returns {type(model).__name__}, not a model")
+        raise ConfigError(f"{name}() must return an nn.Module; got {type(model).__name__}")
     return model
 
 
-# -- fine-tuned models: adapters on a frozen base, which is quantized if asked -----------------------------------------
+# -- fine-tuned models: adapters on a frozen base, which may be quantized ----------------------------------------------
 
 
 def kind_of(name: str) -> QuantizedKind:
-    """Return the form of quantized weights of that name."""
+    """Return the kind of quantized weights by name."""
     registry.need("quantized", f"--quantization {name}")
     from autopar.features.quantized.bitsandbytes import KINDS
 
@@ -297,7 +297,7 @@ def kind_of(name: str) -> QuantizedKind:
 
 
 def kind_in(config: Any) -> tuple[QuantizedKind | None, list[str] | None]:
-    """Return the form of a folder's weights by its config, None if plain, and the layers that it leaves plain."""
+    """Return the kind of quantized weights in a config, or None, and the layers that are not quantized."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     method = str(settings.get("quant_method", ""))
@@ -306,32 +306,32 @@ def kind_in(config: Any) -> tuple[QuantizedKind | None, list[str] | None]:
         return kind_of("int8" if settings.get("load_in_8bit") else name), settings.get("llm_int8_skip_modules")
     if method == "torchao":
         raise ConfigError(
-            "config.json says torchao, whose bytes only the weights tell: autopar.plan_memory takes the model that\n"
-            "  lazy_init() gives of the folder."
+            "The config of torchao weights does not determine their size.\n"
+            "  Load the folder inside lazy_init(), and pass the model to autopar.plan_memory."
         )
-    return None, None  # plain, or made plain while it is loaded
+    return None, None  # not quantized, or dequantized during loading
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:
-    """Return ``model`` with LoRA on all linear layers but the head, as PEFT makes it of ``all-linear``."""
+    """Return ``model`` with PEFT's LoRA on all linear layers except the head (``all-linear``)."""
     try:
         import peft
     except ImportError as error:
-        raise ConfigError("--lora is PEFT's: pip install 'autopar[quantized]'") from error
+        raise ConfigError("--lora requires PEFT: pip install 'autopar[quantized]'") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT uses deprecated names of transformers
             return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
     except ValueError as error:
-        raise ConfigError(f"--lora: PEFT finds no layers in a {type(model).__name__}: {error}") from error
+        raise ConfigError(f"--lora: PEFT does not support {type(model).__name__}: {error}") from error
 
 
 def mark_quantized(model: nn.Module, kind: Kind, kept: list[str] | None = None) -> None:
-    """Replace the weights that transformers would quantize by stand-ins for quantized ones.
+    """Replace the weights that transformers quantizes by stand-ins for quantized weights.
 
     Args:
         model: A model on the meta device.
-        kept: Names of layers that stay plain, as transformers takes them; by default those that it would leave.
+        kept: The names of layers that are not quantized. Default: the choice of transformers.
     """
     inner: Any = model
     if kept is None:
@@ -342,10 +342,10 @@ def mark_quantized(model: nn.Module, kind: Kind, kept: list[str] | None = None) 
         if isinstance(module, nn.Linear | Conv1D) and should_convert_module(path, kept)
     ]
     if not found:
-        raise ConfigError(f"--quantization: a {type(model).__name__} has no linear layers to be quantized")
+        raise ConfigError(f"--quantization: {type(model).__name__} has no linear layers to quantize")
     for path, module in found:
         weight: Any = module.weight
-        layer = module  # GPT-2's keep their weights as [in, out]
+        layer = module  # Conv1D (GPT-2) has weights [in, out]
         if not isinstance(layer, nn.Linear):
             layer = nn.Linear(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)
             weight = layer.weight
@@ -354,11 +354,11 @@ def mark_quantized(model: nn.Module, kind: Kind, kept: list[str] | None = None) 
 
 
 def quantize(model: nn.Module, kind: QuantizedKind) -> nn.Module:
-    """Return the model as ``from_pretrained(quantization_config=...)`` reads it."""
+    """Return the model, quantized by ``from_pretrained(quantization_config=...)``."""
     assert kind.config is not None
     own: Any = type(model)
     if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"--quantization: transformers quantizes its own models, not a {own.__name__}")
+        raise ConfigError(f"--quantization requires a transformers model; got {own.__name__}")
     dtype = next(parameter.dtype for parameter in model.parameters())
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -366,12 +366,12 @@ def quantize(model: nn.Module, kind: QuantizedKind) -> nn.Module:
             found: nn.Module = own.from_pretrained(folder, quantization_config=kind.config(), dtype=dtype)
         except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
             said = in_one_line(error, 120)
-            raise ConfigError(f"--quantization: transformers cannot quantize a {own.__name__} here: {said}") from error
+            raise ConfigError(f"--quantization: transformers cannot quantize {own.__name__} here: {said}") from error
     return found
 
 
 def fine_tuned(model: nn.Module, rank: int) -> nn.Module:
-    """Return the model with LoRA whose ``B`` is random: PEFT's is zero, and the adapters do nothing."""
+    """Return the model with LoRA and a random ``B``. PEFT's ``B`` is zero, so its new adapters have no effect."""
     adapted = add_lora(model, rank)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

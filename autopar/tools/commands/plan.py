@@ -1,4 +1,4 @@
-"""``autopar plan``: meshes that fit a model on so many GPUs, the fastest first. No weights, no GPU."""
+"""``autopar plan``: find the fastest meshes for a model on a number of GPUs, without weights or a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autopar.tools.planner.estimate import Estimator
     from autopar.tools.planner.search import Found, Space
 
-_SHOWN = 12  # meshes that fall out
+_SHOWN = 12  # rejected meshes
 
 
 @app.command(
@@ -91,7 +91,7 @@ def plan(
         space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, ep=ep)
         found = search(estimator, space)
         rehearsed(estimator, found)
-        _write(estimator, space, found, output)  # first, since a pipe may close before all is printed
+        _write(estimator, space, found, output)  # first, because a pipe may close during printing
         _show(estimator, space, found, as_json)
         if found.best and output is not None and not as_json:
             best, counts = found.best[0].candidate, lora is None and quantization is None  # none has adapters
@@ -108,21 +108,21 @@ def plan(
 
 
 def _model(source: str, lora: int | None, quantization: str | None, trust: bool) -> nn.Module:
-    """Build the model without memory, with adapters on a quantized base if asked."""
+    """Build the model without memory, with optional adapters and quantization."""
     from autopar.errors import ConfigError
     from autopar.tools.commands.models import add_lora, heads, kind_in, kind_of, mark_quantized
 
     if quantization is not None and lora is None:
         raise ConfigError(
-            f"--quantization {quantization}: quantized weights are frozen; name the trained weights: --lora 16"
+            f"--quantization {quantization}: quantized weights are frozen; add trained weights with --lora 16"
         )
     model = heads(source, trust=trust)[0].build()
     kind, kept = kind_in(model.config)
     asked = kind if quantization is None else kind_of(quantization)
     if kind is not None and asked is not kind:
-        raise ConfigError(f"--quantization {quantization}: the weights of {source} are in {kind.form} already")
+        raise ConfigError(f"--quantization {quantization}: the weights of {source} are already in {kind.form}")
     if kind is not None and lora is None:
-        raise ConfigError(f"{source} is in {kind.form}: such weights are frozen; name the trained weights: --lora 16")
+        raise ConfigError(f"{source} is in {kind.form}: such weights are frozen; add trained weights with --lora 16")
     if asked is not None:
         mark_quantized(model, asked, kept)
     return model if lora is None else add_lora(model, lora)
@@ -184,7 +184,7 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
 
 
 def _table(found: Found, space: Space) -> Table:
-    """Return a table with a column for each mesh: sizes, times, memory, traffic."""
+    """Return a table of sizes, times, memory and traffic, with a column for each mesh."""
     from autopar.tools.planner.search import gigabytes
 
     shown = table("", *map(str, range(1, len(found.best) + 1)))

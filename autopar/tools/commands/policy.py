@@ -1,4 +1,4 @@
-"""``autopar policy check | list | show | new``: a policy tried on a model, its resolved plan, or a derived one."""
+"""``autopar policy check | list | show | new``: check, list, show and derive policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.errors import ConfigError, VerificationError, listed
 
 if TYPE_CHECKING:
     from autopar.tools.derivation.derive import Derived
-    from autopar.tools.verification.report import Report
+    from autopar.tools.verification.report import VerificationReport
 
 
 policy = typer.Typer(
@@ -95,7 +95,7 @@ def check(
             except ConfigError as error:
                 if len(found) == 1 or error.__cause__ is None:
                     raise
-                reports.append({"model": head.name, "holds": None, "skipped": str(error)})  # not of this config
+                reports.append({"model": head.name, "holds": None, "skipped": str(error)})  # an unsuitable class
     if as_json:
         print_json(reports if heads else reports[0])
     else:
@@ -110,14 +110,14 @@ def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
     if Path(source).suffix not in (".yaml", ".yml"):
         if model is not None:
             raise ConfigError(
-                f"'{source}' is not a policy file (.yaml), and --model names a model besides; give one of both"
+                f"'{source}' is not a policy file (.yaml), so --model is not allowed; pass only one model"
             )
         return None, source
     from autopar.policy.load import read_user_policy
 
     read = read_user_policy(Path(source))
     if model is None and not read.model_types:
-        raise ConfigError(f"{source} has no 'match', so it names no model: add --model my_model.py:CLASS")
+        raise ConfigError(f"{source} has no 'match', so --model is required: add --model my_model.py:CLASS")
     return Path(source), model or read.model_types[0]
 
 
@@ -140,7 +140,7 @@ def show(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Print what each rank would hold of every parameter, and the line of the policy that says so. Nothing is run."""
+    """Print the shard of every parameter on each rank, and the policy line of its rule. The model does not run."""
     with errors(as_json):
         file, named = policy_and_model(source, model)
         from autopar.tools.commands.models import heads
@@ -160,8 +160,8 @@ def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = 
     """Print a report of :func:`.policy_check.check_policy`.
 
     Args:
-        brief: No tables.
-        places: A column with the place of each rule.
+        brief: A flag to omit tables.
+        places: A flag to add a column with the place of each rule.
     """
     print("\n".join(_in_words(report, brief, places)))
     for error in report.get("errors", ()):
@@ -185,8 +185,8 @@ def _in_words(report: dict[str, Any], brief: bool, places: bool) -> Iterator[str
         place += f"tp rank {rank['tp']}" + (f", pp rank {rank['pp']}" if staged else "")
         yield f"{place}: {rank['parameters']:,} parameters, {size(rank['bytes'])}"
     if tensors:
-        whole = [prod(each["shape"]) for each in tensors if each["rule"].startswith(("replicated", "once"))]
-        yield f"replicated: {sum(whole):,} parameters in {len(whole)} of {len(tensors)} tensors"
+        replicated = [prod(each["shape"]) for each in tensors if each["rule"].startswith(("replicated", "once"))]
+        yield f"replicated: {sum(replicated):,} parameters in {len(replicated)} of {len(tensors)} tensors"
         if "dry_run" in report:
             yield f"dry run: {report['dry_run']}"
         if report["stages"] == "fails":
@@ -223,13 +223,13 @@ def _tables(report: dict[str, Any], places: bool, staged: bool) -> Iterator[str]
 
 
 def _alike(values: list[str], tp: int) -> str:
-    """Return the value of all ranks if it is one, of tp ranks if all replicas are equal, else of each rank."""
+    """Return one value if all ranks have it, the values of tp ranks if all replicas are equal, else all values."""
     runs = (values[:length] for length in (1, tp) if values[:length] * (len(values) // length) == values)
     return " | ".join(next(runs, values))
 
 
 def _runs(paths: list[str]) -> list[str]:
-    """Return the paths of blocks, one entry for each run of numbers."""
+    """Return the paths of blocks, with one entry for each range of numbers."""
     from autopar.plan.plan import rows
 
     return [name.removesuffix(".") for name, _ in rows([{"name": f"{path}."} for path in paths])]
@@ -272,7 +272,7 @@ def new(
 
 
 def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
-    """Return the policy of the model that ``source`` names, its text, and its proof on ``tp`` ranks; 0: without one."""
+    """Return the derived policy of a model, its text, and its proof on ``tp`` ranks; 0: no proof."""
     from transformers import PreTrainedModel
 
     from autopar.plan.make_plan import make_plan
@@ -285,10 +285,7 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
 
     built: Any = heads(source, trust=trust)[0].build()
     if not isinstance(built, PreTrainedModel):
-        raise ConfigError(
-            f"{type(built).__name__} is no Hugging Face model: 'policy new' needs a PreTrainedModel, of which the "
-            "inputs are known"
-        )
+        raise ConfigError(f"'policy new' requires a Hugging Face PreTrainedModel; got {type(built).__name__}")
     small = build_small(type(built), built.config)
     derived = derive(small)
     losses = losses_of(built)
@@ -300,30 +297,30 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
     try:
         proof = None if report is None else report.raise_if_failed().to_dict()
     except VerificationError as error:
-        raise VerificationError(f"the derived policy is wrong, nothing is written: {error}") from None
+        raise VerificationError(f"the derived policy is wrong, and not written: {error}") from None
     return {
         "policy": tree,
         "text": yaml_text(tree, _comments(type(built).__name__, derived, sharded, report)),
         "file": None,
         "sharded": sharded,
         "gathered": list(derived.gathered),
-        "whole": list(derived.whole),
+        "whole": list(derived.replicated),
         "unseen": list(derived.unseen),
         "proof": proof,
     }
 
 
-def _comments(kind: str, derived: Derived, sharded: float, report: Report | None) -> list[str]:
+def _comments(kind: str, derived: Derived, sharded: float, report: VerificationReport | None) -> list[str]:
     lines = [f"{kind}: derived from its modules and a forward; {sharded:.1%} of its parameters are sharded."]
     if report is None:
-        lines.append("Not proven: compare outputs and gradients with the plain model's before you rely on it.")
+        lines.append("Not proven: compare outputs and gradients with the reference model before you use it.")
     else:
-        lines.append("Proven on a small random model: outputs and gradients are those of the plain one.")
+        lines.append("Proven on a small random model: outputs and gradients equal the reference model's.")
     if derived.gathered:
-        lines.append(f"Sharded, and gathered for a forward that wants all heads: {listed(derived.gathered, _SHOWN)}.")
-    if derived.whole:
-        lines.append(f"Replicated, since no units were found that never meet: {listed(derived.whole, _SHOWN)}.")
-        lines.append("A layer of one unit is among these: the key projection of one head in multi-query attention.")
+        lines.append(f"Sharded, and gathered because the forward needs all heads: {listed(derived.gathered, _SHOWN)}.")
+    if derived.replicated:
+        lines.append(f"Replicated, because no independent units were found: {listed(derived.replicated, _SHOWN)}.")
+        lines.append("These include layers with a single unit, such as the key projection of multi-query attention.")
     if derived.unseen:
-        lines.append(f"Replicated, since the forward did not reach them: {', '.join(derived.unseen)}.")
+        lines.append(f"Replicated, because the forward did not reach them: {', '.join(derived.unseen)}.")
     return lines

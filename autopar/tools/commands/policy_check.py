@@ -1,4 +1,4 @@
-"""Check a policy on a model: plan, shard sizes, dry run, stages. One process, no weights, no process group."""
+"""Check a policy on a model without weights: plan, shard sizes, dry run and stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.plan.stages import StagePlan
 from autopar.policy.schema import Policy
 from autopar.tools.planner.parallelized import rule_of
 
-_CP = 2  # the size with which context parallelism is tried where none is given
+_CP = 2  # default size for the check of context parallelism
 
 
 def check_policy(
@@ -35,23 +35,23 @@ def check_policy(
     long_sequences: bool = False,
     dry_run: bool = True,
 ) -> dict[str, Any]:
-    """Run the checks that ``initialize`` makes before it changes anything, and report them as plain data.
+    """Run the checks of ``initialize`` without changing the model, and return a report as plain data.
 
     Args:
-        model: Model on the meta device, or with weights; only read.
-        policy: Policy of :func:`autopar.initialize`; None finds the one that lists the model type.
-        tp, pp, ep: Sizes of the mesh.
-        cp: Context-parallel size; above 1 it must fit.
-        sequence_parallel: Sequence parallelism must fit.
-        long_sequences: Try both also where they need not fit, context parallelism on 2 ranks.
-        dry_run: Run the shards of the ranks.
+        model: A model on the meta device, or with weights. It is only read.
+        policy: The policy, as in :func:`autopar.initialize`. Default: the policy that lists the model type.
+        tp, pp, ep: The sizes of the mesh.
+        cp: The context-parallel size. If it is above 1, the model must support it.
+        sequence_parallel: A flag: the model must support sequence parallelism.
+        long_sequences: A flag to report also whether the model supports sequence and context parallelism.
+        dry_run: A flag to run the shards.
 
     Returns:
-        As far as the policy holds: ``policy``, ``notice`` (of a policy that was derived unasked), ``attributes``,
-        ``tensors`` (of each parameter ``rule`` and its place ``where``, ``shape``, ``local_shapes`` over tp, or over ep
-        if that is larger, ``ranks`` of the pipeline), ``ranks`` (``parameters`` and ``bytes`` of each), ``stages``;
-        ``dry_run``, ``sequence_parallel`` and ``context_parallel`` (each ``ok``, or the reason); ``errors``, and
-        ``holds``: there are none.
+        A dict. ``policy``, ``notice`` (for an automatically derived policy) and ``attributes`` describe the policy.
+        ``tensors`` has the ``rule``, its place ``where``, ``shape``, ``local_shapes`` (over the larger of tp and ep)
+        and pipeline ``ranks`` of each parameter. ``ranks`` has the ``parameters`` and ``bytes`` of each rank.
+        ``stages``, ``dry_run``, ``sequence_parallel`` and ``context_parallel`` have results, or reasons for failure.
+        ``errors`` lists all errors, and ``holds`` is True if there are none.
     """
     report: dict[str, Any] = {"model": type(model).__name__, "policy": None, "notice": None}
     report |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "expert_parallel_size": ep}
@@ -93,7 +93,7 @@ def check_policy(
     tensors = list(_tensors(model, plan, stages))
     attributes = [
         {"name": f"{a.path}.{a.name}", "where": a.where, "whole": a.whole}
-        | {"local": [*a.values] * (plan.shards // len(a.values))}  # of tp ranks, or of all that hold the shards
+        | {"local": [*a.values] * (plan.shards // len(a.values))}  # over tp ranks, or over all ranks with shards
         for a in plan.attributes
     ]
     ranks = list(_ranks(tensors, plan, pp if stages else 1))
@@ -102,10 +102,10 @@ def check_policy(
 
 def _why_not_run(model: nn.Module, tp: int, ep: int) -> str:
     if tp == 1:
-        return f"not run: one rank holds the full model{', but for experts' if ep > 1 else ''}"
+        return f"not run: one rank holds the full model{', except for experts' if ep > 1 else ''}"
     if not isinstance(model, PreTrainedModel):
-        return "not run: it needs the arguments of a forward; initialize does it in the first one"
-    return "not run: the plain model does not run without data; compare loss and gradients with the plain model's"
+        return "not run: the forward's arguments are unknown; initialize runs it in the first forward"
+    return "not run: the model does not run without data; compare loss and gradients with the reference model"
 
 
 def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:
 
 
 def _tensors(model: nn.Module, plan: Plan, stages: StagePlan | None) -> Iterator[dict[str, Any]]:
-    """Yield an entry for each parameter, for tied ones once."""
+    """Yield an entry for each parameter. Tied parameters have one entry."""
     parameters = {plan.canonical(name) for name, _ in model.named_parameters()}
     for name, tensor in plan.tensors.items():
         if name in parameters:

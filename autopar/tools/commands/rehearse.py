@@ -1,4 +1,4 @@
-"""``autopar rehearse`` and ``autopar trace``: whether the collectives of a job match, before it and after."""
+"""``autopar rehearse`` and ``autopar trace``: match the collectives of a job before and after it runs."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def rehearse(
         from autopar.tools.rehearsal.run import rehearse as run
 
         if trace is not None and not trace.absolute().parent.is_dir():
-            raise ConfigError(f"--trace {trace}: the folder {trace.parent} does not exist")
+            raise ConfigError(f"--trace {trace}: the folder {trace.parent} does not exist.\n  Create it first.")
         stages = {"schedule": schedule, "num_microbatches": micro_batches}
         sections = sections_of(config, tp, pp, cp, ep, sp, pipeline=stages, zero={"stage": zero})
         parsed = ParallelConfig.parse(sections, gpus)
         parsed = parsed if policy is None else replace(parsed, policy=str(policy))
         left = parsed.data_parallel_size(gpus)
         if dp not in (None, left):
-            raise ConfigError(f"--dp {dp}: the other sizes leave {left} replicas on {gpus:,} GPUs")
+            raise ConfigError(f"--dp must be {left} with the other sizes on {gpus:,} GPUs; got {dp}")
         built: Any = heads(model, trust=trust)[0].build()
         try:
             found = run(built, parsed, gpus, gpu=card, optimizer=optimizer, **sizes)
@@ -111,7 +111,7 @@ def _in_words(found: Rehearsal) -> list[str]:
 
 
 def _counted(found: Rehearsal) -> Iterator[str]:
-    """Yield memory and time where they were counted."""
+    """Yield lines about memory and time, if they were counted."""
     from autopar.cli.tables import digits, size
 
     if found.held and found.timeline is not None:
@@ -154,16 +154,16 @@ def trace(folder: Annotated[Path, typer.Argument(help="Of AUTOPAR_TRACE.")], as_
 
         traces = read(folder)
         if not traces:
-            raise ConfigError(f"{folder} has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={folder}")
+            raise ConfigError(f"{folder} has no traces (rank-N.jsonl).\n  Start the job with AUTOPAR_TRACE={folder}.")
         missing = sorted({rank for calls in traces.values() for call in calls for rank in call.group.ranks} - {*traces})
 
-        def standing_in(ranks: Sequence[int]) -> list[int]:
+        def stand_ins_for(ranks: Sequence[int]) -> list[int]:
             first = next((rank for rank in ranks if rank in traces), min(traces))
             return [rank if rank in traces else first for rank in ranks]
 
-        problems = list(differences(traces, standing_in))
+        problems = list(differences(traces, stand_ins_for))
         left = waiting(traces, waited={rank: latest(calls) for rank, calls in traces.items()})
-        ends = [  # ranks that wait for nothing while another rank waits
+        ends = [  # ranks that ended while another rank waits
             f"rank {rank} ended after {calls[-1]}\n    {calls[-1].where}" if calls else f"rank {rank} has no calls"
             for rank, calls in traces.items()
             if left and rank not in left
@@ -173,12 +173,12 @@ def trace(folder: Annotated[Path, typer.Argument(help="Of AUTOPAR_TRACE.")], as_
         shown = {"ranks": len(traces), "missing": missing, "problems": problems, "ended": ends, "waiting": waits}
         print_json(shown)
     else:
-        print("\n".join(_told(traces, missing, problems, ends, waits)))
+        print("\n".join(_trace_in_words(traces, missing, problems, ends, waits)))
     if problems or waits or missing:
         raise typer.Exit(1)
 
 
-def _told(
+def _trace_in_words(
     traces: Traces, missing: Sequence[int], problems: list[str], ends: list[str], waiting: list[str]
 ) -> list[str]:
     calls = sorted({len(each) for each in traces.values()})

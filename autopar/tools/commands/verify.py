@@ -1,4 +1,4 @@
-"""``autopar verify``: a model run plain and parallelized on the same inputs, and whether they are the same."""
+"""``autopar verify``: compare a parallelized model with the reference model on the same inputs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def verify(
 def _model(
     source: str, task: str | None, small: bool, dtype: str, quantization: str | None, lora: int | None, trust: bool
 ) -> nn.Module:
-    """Build the model with memory, from its weights if there are any, else small and random; quantize and adapt it."""
+    """Build the model from its weights, or a small random model. Quantize it and add LoRA."""
     import torch
     import transformers
 
@@ -103,7 +103,7 @@ def _model(
     transformers.logging.disable_progress_bar()
     head, form = of_task(source, task, trust=trust), getattr(torch, dtype)
     own: Any = head.kind
-    folder = Path(head.folder)  # of a model of the hub it is found out by loading whether it has weights
+    folder = Path(head.folder)  # for a hub model, only loading shows if there are weights
     empty = folder.is_dir() and not any(next(folder.glob(files), None) for files in _WEIGHTS)
     if head.kind is None:
         model = head.make().to(form)

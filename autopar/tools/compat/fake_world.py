@@ -1,7 +1,7 @@
-"""A fake world with one rank: torch.distributed with groups that carry nothing, on tensors without memory.
+"""A fake world for one rank: torch.distributed with groups that send nothing, on tensors without memory.
 
-A dispatch mode answers its collectives (:mod:`autopar.tools.rehearsal.trace`). Here torch's code is replaced that goes
-past the dispatcher, or refuses tensors without memory.
+A dispatch mode answers the collectives (:mod:`autopar.tools.rehearsal.trace`). This module replaces torch code that
+bypasses the dispatcher or rejects tensors without memory.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from autopar.tools.compat.operators import FakeWork, ProcessGroup, tensors_in
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:
-    """Answer an operator that reads numbers without memory; return ``NotImplemented`` for another operator.
+    """Answer an operator that reads values from tensors without memory; else return ``NotImplemented``.
 
-    Counts are 1 and flags False, except flags of ``all()``: sequences are not padded, not packed, and finite. Every
-    expert is hit, equally often.
+    Numbers are 1. Flags are False, except results of ``all()``: sequences are not padded, not packed, and finite. All
+    experts get equally many tokens.
     """
     answer = _ANSWERS.get(function)
     if answer is None or not any(tensor.is_meta for tensor in tensors_in(args)):
@@ -44,7 +44,7 @@ def without_data(function: Any, args: Any, kwargs: Any) -> Any:
 
 def _hits(function: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    of = x.untyped_storage().nbytes() // x.itemsize  # one expert's part of a mask has that part of its hits
+    of = x.untyped_storage().nbytes() // x.itemsize  # a slice of a mask for one expert has its share of the hits
     return x.new_empty((-(-x.numel() * x.numel() // of) if of else 0, x.ndim), dtype=torch.long)
 
 
@@ -68,11 +68,11 @@ def _on_host(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _own_order(function: Any, args: Any, kwargs: Any) -> Any:
-    """Keep the order of buckets that ``DistributedDataParallel`` copies from rank 0."""
+    """Keep this rank's order of buckets, which ``DistributedDataParallel`` copies from rank 0."""
     return args[0] if not args[0].is_meta and args[0].dtype == torch.int32 else NotImplemented
 
 
-_up = WeakIdKeyDictionary()  # flags of all()
+_up = WeakIdKeyDictionary()  # results of all(), which are True
 _ANSWERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     torch.ops.aten.nonzero.default: _hits,
     torch.ops.aten.all.default: _all_of,
@@ -83,26 +83,26 @@ _ANSWERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream of the meta device, on which nothing is ever late."""
+    """A stream of the meta device. Its work is always complete."""
 
     def record_event(self, event: Any = None) -> Any:
         return torch.cpu.Event()
 
 
 class World(NamedTuple):
-    """Functions that a fake world calls."""
+    """Callbacks of a fake world."""
 
-    note_group: Callable[[str, list[int]], None]  # with the description and the ranks of each new group
-    gives_for: Callable[[int], AbstractContextManager[bool]]  # around a broadcast: does this rank give its objects?
+    note_group: Callable[[str, list[int]], None]  # gets the description and ranks of each new group
+    gives_for: Callable[[int], AbstractContextManager[bool]]  # around a broadcast; True: as the root
     note_resize: Callable[[torch.Tensor], None]  # after FSDP2 has allocated or freed a storage
     note_wait: Callable[[FakeWork], None]  # at each ``wait``
 
 
 @contextmanager
-def fake_world(rank: int, size: int, told: World) -> Iterator[None]:
-    """Start torch.distributed as ``rank`` of ``size`` with groups that carry nothing.
+def fake_world(rank: int, size: int, callbacks: World) -> Iterator[None]:
+    """Initialize torch.distributed as ``rank`` of ``size`` with groups that send nothing.
 
-    FSDP2 takes parameters without memory inside; ``DeviceMesh`` and exchanges of objects work as they do elsewhere.
+    Inside the block FSDP2 accepts parameters without memory. ``DeviceMesh`` and object collectives work as usual.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -114,7 +114,7 @@ def fake_world(rank: int, size: int, told: World) -> Iterator[None]:
     _carry_meta(dist.group.WORLD)
     try:
         with ExitStack() as stack:
-            for place, name, new in _replaced(rank, size, told):
+            for place, name, new in _replaced(rank, size, callbacks):
                 stack.enter_context(mock.patch.object(place, name, new))
             yield
     finally:
@@ -124,16 +124,16 @@ def fake_world(rank: int, size: int, told: World) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
-    """Return the replaced attributes of a fake world: object, name, and replacement."""
+def _replaced(rank: int, size: int, callbacks: World) -> list[tuple[Any, str, Any]]:
+    """Return the attributes to replace: object, name and replacement."""
     new_group, broadcast_objects = distributed_c10d._new_group_with_tag, dist.broadcast_object_list
     format_of: Any = torch.Tensor.__format__
     sizes, shards = (getattr(ShardingPropagator, name) for name in (SIZES_OF_DTENSORS, SHARDS_OF_DTENSORS))
 
     def made(ranks: Any = None, timeout: Any = None, *args: Any, **named: Any) -> Any:
-        named |= dict(zip(_BEHIND, args, strict=False)) | {"backend": None, "backend_options": None}
-        if not named.get("use_local_synchronization"):  # such a group is made by its members alone
-            told.note_group(named.get("group_desc") or "", list(range(size)) if ranks is None else sorted(ranks))
+        named |= dict(zip(_LATER_ARGUMENTS, args, strict=False)) | {"backend": None, "backend_options": None}
+        if not named.get("use_local_synchronization"):  # only its members create such a group
+            callbacks.note_group(named.get("group_desc") or "", list(range(size)) if ranks is None else sorted(ranks))
         group = new_group(ranks, timeout, **named)
         if isinstance(group, ProcessGroup):
             _carry_meta(group)
@@ -145,15 +145,15 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
         if place is not None:
             src = dist.get_global_rank(group or world, place)
         root = src or 0
-        with told.gives_for(root) as instead:
+        with callbacks.gives_for(root) as instead:
             broadcast_objects(object_list, rank if instead else root, group, *args, **kwargs)
 
     def waited(work: Any, timeout: Any = None) -> bool:
-        told.note_wait(work)
+        callbacks.note_wait(work)
         return True
 
     def sizes_of_dtensors(*args: Any) -> Any:
-        with no_dispatch_modes():  # which would count these tensors
+        with no_dispatch_modes():  # a mode would count these tensors
             return sizes(*args)
 
     def shown(value: torch.Tensor, form: str) -> str:
@@ -174,19 +174,19 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
         (distributed, "_verify_param_shape_across_processes", _compare_shapes),
         (ShardingPropagator, SIZES_OF_DTENSORS, sizes_of_dtensors),
         (ShardingPropagator, SHARDS_OF_DTENSORS, once_for_equal_tensors(shards)),
-        (_fsdp_param, "alloc_storage", _and_then(_fsdp_param.alloc_storage, told.note_resize)),
-        (_fsdp_param, "free_storage", _and_then(_fsdp_param.free_storage, told.note_resize)),
+        (_fsdp_param, "alloc_storage", _and_then(_fsdp_param.alloc_storage, callbacks.note_resize)),
+        (_fsdp_param, "free_storage", _and_then(_fsdp_param.free_storage, callbacks.note_resize)),
     ]
 
 
-SIZES_OF_DTENSORS = "_propagate_tensor_meta_non_cached"  # finds them with tensors of the full sizes
+SIZES_OF_DTENSORS = "_propagate_tensor_meta_non_cached"  # allocates tensors of the full sizes
 SHARDS_OF_DTENSORS = "propagate_op_sharding_non_cached"
 
 
 def once_for_equal_tensors(propagate: Any) -> Any:
-    """Find the shards that an operation on lists of DTensors makes, once for all equal ones.
+    """Wrap ``propagate`` to handle each distinct DTensor of a list only once.
 
-    The time that torch takes grows with the square of the length: 10 s of CPU for a step of AdamW of a 70B model.
+    The time of torch's propagation is quadratic in the length of the list: 10 s for an AdamW step of a 70B model.
     """
 
     def found(self: Any, schema: OpSchema) -> Any:
@@ -207,12 +207,12 @@ def once_for_equal_tensors(propagate: Any) -> Any:
     return found
 
 
-_HOMES = (dist, distributed_c10d)  # of monitored_barrier, which only gloo has
-_BEHIND = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters][2:]
+_HOMES = (dist, distributed_c10d)  # modules with monitored_barrier, which only gloo supports
+_LATER_ARGUMENTS = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters][2:]
 
 
 def _carry_meta(group: Any) -> None:
-    """Give a group a backend for the device of tensors without memory."""
+    """Register a backend of the group for the meta device."""
     group._register_backend(
         torch.device("meta"), ProcessGroup.BackendType.CUSTOM, group._get_backend(torch.device("cpu"))
     )
@@ -221,7 +221,7 @@ def _carry_meta(group: Any) -> None:
 def _mesh_scatter(
     output: torch.Tensor, parts: Any, mesh: Any, mesh_dim: int = 0, async_op: bool = False, *, group_src: int = 0
 ) -> Any:
-    """Send a DTensor's shards also without memory, which torch skips."""
+    """Scatter a DTensor's shards. Torch skips tensors without memory."""
     group = mesh.get_group(mesh_dim)
     given = parts if dist.get_rank(group) == group_src else None
     return dist.scatter(output, given, group=group, async_op=async_op, group_src=group_src)
@@ -230,12 +230,12 @@ def _mesh_scatter(
 def _mesh_broadcast(
     tensor: torch.Tensor, mesh: Any, mesh_dim: int = 0, async_op: bool = False, *, group_src: int = 0
 ) -> Any:
-    """Send a DTensor's full tensor also without memory."""
+    """Broadcast a DTensor's full tensor. Torch skips tensors without memory."""
     return dist.broadcast(tensor, group=mesh.get_group(mesh_dim), async_op=async_op, group_src=group_src)
 
 
 def _gather_objects(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    """Exchange objects by the collectives of torch's ``all_gather_object``; unpickle equal ones once."""
+    """Gather objects with the collectives of torch's ``all_gather_object``. Unpickle equal objects only once."""
     members = dist.get_world_size(group)
     if members < 0:
         return  # not a member
@@ -246,14 +246,14 @@ def _gather_objects(object_list: list[Any], obj: Any, group: Any = None) -> None
     given = torch.zeros_like(rows[0])
     given[: data.numel()] = data
     dist.all_gather(list(rows.unbind()), given, group=group)
-    packed = [row.tobytes() for row in rows.numpy()]  # zeros after the end are not read
+    packed = [row.tobytes() for row in rows.numpy()]  # pickle ignores the trailing zeros
     unpacked = {each: pickle.loads(each) for each in dict.fromkeys(packed)}
     for place, each in enumerate(packed):
         object_list[place] = unpacked[each]
 
 
 def _compare_shapes(group: Any, parameters: list[torch.Tensor], logger: Any = None) -> None:
-    """Send the shapes that a new ``DistributedDataParallel`` compares; torch's own code in C++ would read answers."""
+    """Issue the collectives with which ``DistributedDataParallel`` compares shapes. Torch's C++ code reads results."""
     number = torch.tensor([len(parameters)], device="meta")
     dist.all_gather([torch.empty_like(number) for _ in range(group.size())], number, group=group)
     shapes = [size for parameter in parameters for size in (*parameter.shape, *parameter.stride())]

@@ -1,7 +1,7 @@
-"""Operators of torch.distributed as its dispatcher sees them, and the answers that it wants.
+"""Operators of torch.distributed in the dispatcher, and their results.
 
-Every collective of Python or C++ becomes an operator ``c10d::...`` before a backend runs it. A dispatch mode sees it
-there, whoever called it: this library, FSDP2 or the reducer of ``DistributedDataParallel``.
+Every collective of Python or C++ becomes an operator ``c10d::...`` before a backend runs it. A dispatch mode sees the
+operators of all callers: this library, FSDP2 and the reducer of ``DistributedDataParallel``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["FakeWork", "ProcessGroup"]
 
 
 class Operator(NamedTuple):
-    """The name of an operator's collective, and the places of its arguments; -1: there is none.
+    """The kind of a collective, and the argument positions of its operator; -1: the operator lacks the argument.
 
     Attributes:
-        out, given: The places of the output, -1 if it is a new tensor, and of the input.
-        peer: The place of the root, or of the other rank, by its number in the group.
-        result: A flag, set if the output is returned together with the handle.
-        splits: The places of the sizes that are received and sent.
+        out, given: The positions of the output (-1 if it is a new tensor) and of the input.
+        peer: The position of the group rank of the root, or of the other end of a message.
+        result: A flag, set if the operator returns the output together with the handle.
+        splits: The positions of the received and the sent split sizes.
     """
 
     kind: str
@@ -74,7 +74,7 @@ FUNCTIONAL: dict[str, Operator] = {
     "isend": Operator("send", -1, 0, 3, peer=1, tag=2),
     "irecv": Operator("recv", -1, 0, 3, peer=1, tag=2),
 }
-"""Those of ``torch.distributed._functional_collectives``, which DTensors issue."""
+"""Operators of ``torch.distributed._functional_collectives``, which DTensors issue."""
 
 _TABLES = {
     "c10d": OPERATORS,
@@ -84,20 +84,20 @@ _TABLES = {
 
 
 def operator_of(function: Any) -> Operator | None:
-    """Return which collective an operator of the dispatcher is; None if it is none."""
+    """Return the collective of a dispatcher operator; None if the operator is not a collective."""
     table = _TABLES.get(getattr(function, "namespace", ""))
     return None if table is None else table.get(function._schema.name.partition("::")[2])
 
 
 def group_of(argument: Any) -> dist.ProcessGroup:
-    """Return the process group of an operator's argument, which may be its name."""
+    """Return the process group of an operator's argument, which may be a group name."""
     if isinstance(argument, str):
         return _resolve_process_group(argument)  # type: ignore[arg-type]
     return argument if isinstance(argument, ProcessGroup) else ProcessGroup.unbox(argument)
 
 
 def name_of_group(group: dist.ProcessGroup) -> str:
-    """Return the description of a group; of several of one description and the same ranks, with a number."""
+    """Return the description of a group. Add a number if several groups have the same description and ranks."""
     described, ranks = group.group_desc, dist.get_process_group_ranks(group)
     made = [one for one in _world.pg_map if one.group_desc == described and dist.get_process_group_ranks(one) == ranks]
     if described in ("", "undefined", "default_pg"):
@@ -110,12 +110,12 @@ _REDUCTIONS = {kind: name.lower() for name, kind in dist.ReduceOp.RedOpType.__me
 
 
 def reduction_of(argument: Any) -> str:
-    """Return the name of an operator's reduction: ``sum``, ``max``."""
+    """Return the name of a reduction, for example ``sum``."""
     return argument if isinstance(argument, str) else _REDUCTIONS[argument.op()]
 
 
 def in_parts(types: Any) -> bool:
-    """Return whether tensors of these classes are DTensors, whose operators are made of operators on plain tensors."""
+    """Return whether a class is a DTensor, whose operators are decomposed into operators on local tensors."""
     return any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types)
 
 

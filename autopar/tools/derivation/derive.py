@@ -1,9 +1,9 @@
-"""Derive a policy from the structure of a model and one forward of it without data.
+"""Derive a policy from the structure of a model and one forward without data.
 
-A shard may end with the right shapes and be wrong inside: if ``forward`` views features as ``(heads, -1)`` and no
-attribute divides ``heads``, it gets four heads of half the width. The features of the full model's tensors give the
-shape of each tensor of a shard: every dim keeps the places that belong to the shard's units, or to none. So
-:func:`check_units` compares operators in order, module by module, on one rank's shard.
+A shard may return the right shapes, but compute wrong values. For example, ``forward`` views features as
+``(heads, -1)`` and no attribute divides ``heads``. Then the shard has four heads of half the width. The features of the
+full model's tensors determine the shape of each tensor in a shard: every dim keeps the indices of the shard's units and
+the indices without units. So :func:`check_units` compares the operators of one rank's shard, module by module.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ from autopar.tools.derivation.trace import (
 _NEVER = re.compile(
     r"head_dim|head_size$|head_width|kernel|chunk|rank|layer|state|hidden_size|d_model|experts|top_k|window"
 )
-_MOST = 5  # candidates of one module of which all subsets are tried
+_MOST = 5  # try all subsets for up to this many candidates of a module
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An attribute that may be a count of units.
+    """An attribute whose value may be a count of units.
 
     Attributes:
-        module: Path below the block, with ``*``.
-        name: Name of the attribute; ``config.NAME`` for one of the module's config.
-        share: Its value under ``attributes``.
-        wide: It counts features, not units.
+        module: The path below the block, with ``*``.
+        name: The name of the attribute; ``config.NAME`` for an attribute of the module's config.
+        share: The value for the policy's section ``attributes``.
+        wide: A flag, set if the attribute counts features instead of units.
     """
 
     module: str
@@ -78,12 +78,12 @@ class Candidate:
 
 
 def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Names) -> dict[str, list[Candidate]]:
-    """Return module -> candidates: the attributes of modules in the blocks that have the value of some count."""
+    """Return module -> candidates: attributes of modules in the blocks whose value equals a count of units."""
     found: dict[str, dict[str, Candidate]] = {}
     for block in each.blocks:
         live = [n for n in named if block in n.of_blocks and not n.gathered]
         for path, module in root.get_submodule(block).named_modules():
-            full = join(block, path)  # and the families which lie in the module
+            full = join(block, path)
             inside = [n for n in live if any(m.path.startswith(f"{full}.") for m in n.of_blocks[block].members)]
             shown = names.below(block, full)
             for attribute, value in _integers(module):
@@ -126,7 +126,7 @@ def _share(value: int, named: Named, block: str, name: str) -> tuple[Any, bool] 
 
 
 def choices(own: list[Candidate]) -> Iterator[tuple[Candidate, ...]]:
-    """Yield sets of attributes to divide: none, counts, counts and widths, then all remaining subsets."""
+    """Yield sets of attributes to divide: no attributes, counts, counts and widths, then all other subsets."""
     config = [c for c in own if c.name.startswith("config.")]
     own = [c for c in own if c not in config]
     counts, wide = [c for c in own if not c.wide], [c for c in own if c.wide]
@@ -146,28 +146,28 @@ class Derived:
     """A derived policy.
 
     Attributes:
-        tree: Policy as plain data, in the form of ``policies/README.md``.
-        gathered: Sharded layers whose features are gathered for a forward that needs all of them.
-        whole: Layers that stay replicated, with ``*`` for the numbers of blocks.
-        unseen: Lists of blocks that the forward did not reach; they stay replicated.
+        tree: The policy as plain data, in the form of ``policies/README.md``.
+        gathered: The sharded layers whose features are gathered, because the forward needs all features.
+        replicated: The replicated layers, with ``*`` for the numbers of blocks.
+        unseen: The lists of blocks that the forward did not reach. They stay replicated.
     """
 
     tree: dict[str, Any]
     gathered: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
 
 
 def derive(model: PreTrainedModel) -> Derived:
-    """Derive the policy of a model: units and rules by a trace, attributes by dry runs. The model is only read.
+    """Derive the policy of a model: units and rules from a trace, attributes from dry runs. The model is only read.
 
     Raises:
-        UnsupportedModelError: The model does not run without data, or nothing of it can be sharded.
+        UnsupportedModelError: If the model does not run without data, or no layer can be sharded.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine more threads wait for each other: 28 s instead of 0.2 s
+    torch.set_num_threads(1)  # several threads are slow on a busy machine: 28 s instead of 0.2 s
     try:
-        with kept():  # some models draw from numpy
+        with kept():  # some models draw random numbers from numpy
             return _derive(model)
     finally:
         torch.set_num_threads(threads)
@@ -195,7 +195,7 @@ def _derive(model: PreTrainedModel) -> Derived:
             if refusal is None:
                 return _derived(trial, decisions, lists, seen)
             bad = refusal
-            if words and trial.outside:  # of blocks: tables of words that forward does not only look up
+            if words and trial.outside:  # outside of blocks: forward uses the word embeddings directly
                 words = False
                 continue
             every = [n for many in named for n in many]
@@ -204,13 +204,13 @@ def _derive(model: PreTrainedModel) -> Derived:
             if any(each.gathered for each in refused):
                 gathered = [each for each in gathered if each not in refused]
                 continue
-            for each in refused:  # only linear layers with full inputs
+            for each in refused:  # gather only linear layers with full inputs
                 layers = [root.get_submodule(path) for path in each.columns]
                 entered = any(seen.sources[path] for path in each.columns)
                 if layers and not entered and all(isinstance(layer, nn.Linear | Conv1D) for layer in layers):
                     gathered.append(replace(each, gathered=True))
         names = set(map(seen.names, bad))
-        if not names or names <= decisions.whole:
+        if not names or names <= decisions.replicated:
             raise underivable(model, trial.reason if not bad else "no rule fits", by_hand=False)
         decisions = decisions.without(names)
 
@@ -219,25 +219,25 @@ def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: 
     tree = trial.tree_with_attributes()
     names = re.findall(r"'([^']*)':", str(tree))
     if not any(kind in name for name in names for kind in ("column", "row", "sharded", "embedding")):
-        why = "no layers follow one another so that units of the first meet units of the second"
-        raise underivable(trial.model, f"{why}, and no table has config.vocab_size rows", by_hand=False)
+        why = "no two consecutive layers share units"
+        raise underivable(trial.model, f"{why}, and no embedding has config.vocab_size rows", by_hand=False)
     ran = set(seen.order)
     unseen = tuple(each.path for each in lists if not ran & set(each.blocks))
     called = {seen.names(path) for path in ran}
     families = [family for many in trial.named for n in many if n.gathered for family in n.of_blocks.values()]
     gathered = {seen.names(m.path) for family in families for m in family.members if m.kind in ("column", "row")}
-    left = decisions.whole - gathered
-    whole = tuple(sorted(name for name in left if name in called or name.rpartition(".")[0] in called))
-    return Derived(tree, tuple(sorted(gathered)), whole, unseen)
+    left = decisions.replicated - gathered
+    replicated = tuple(sorted(name for name in left if name in called or name.rpartition(".")[0] in called))
+    return Derived(tree, tuple(sorted(gathered)), replicated, unseen)
 
 
 @dataclass
 class _Trial:
-    """A policy tried in dry runs, with more and more attributes.
+    """A policy, checked in dry runs with an increasing number of attributes.
 
     Attributes:
-        reason: Error of the last dry run that failed.
-        outside: The error names no place in a block.
+        reason: The error of the last failed dry run.
+        outside: A flag, set if the error names no module in a block.
     """
 
     model: PreTrainedModel
@@ -252,7 +252,7 @@ class _Trial:
     chosen: dict[tuple[int, str], tuple[Candidate, ...]] = field(default_factory=dict)
 
     def refused(self) -> list[str] | None:
-        """Find attributes with which the dry runs pass; else return the columns of the family that is refused."""
+        """Find attributes with which the dry runs pass, or return the columns of the rejected family."""
         names: Names = self.seen.names
         own = {
             (tower, module): list(choices(listed))
@@ -270,7 +270,7 @@ class _Trial:
                     break
                 self.reason = str(error)
                 if isinstance(error, ConfigError) and size != _SIZES[0]:
-                    break  # fewer units than that
+                    break  # fewer units than ranks
                 group = self._group_of(str(error), left)
                 if group is None:
                     break
@@ -279,10 +279,10 @@ class _Trial:
                 self.outside = not self._place(str(error))
                 return self._columns_near(str(error))
             if error is not None or (self.chosen != passed and self._try(_SIZES[0]) is not None):
-                self.chosen = passed  # right for fewer ranks
+                self.chosen = passed  # correct for fewer ranks
             else:
                 held.append(size)
-        for group in list(self.chosen):  # a number that only has the value of a count is a number
+        for group in list(self.chosen):  # drop attributes that equal a count only by chance
             for candidate in self.chosen[group]:
                 before = self.chosen[group]
                 self.chosen[group] = tuple(each for each in before if each is not candidate)
@@ -298,7 +298,7 @@ class _Trial:
                 first, taken = self.models[0], inspect.signature(self.models[0].model.forward).parameters
                 words = first.inputs.get("decoder_input_ids", first.inputs.get("input_ids"))
                 rows = torch.empty(len(next(iter(first.inputs.values()))), dtype=torch.int64, device="meta")
-                for labels in (words, rows) if not first.path and "labels" in taken else ():  # a loss may read sizes
+                for labels in (words, rows) if not first.path and "labels" in taken else ():  # the loss may read sizes
                     given = {**first.inputs, "labels": labels}
                     if labels is not None and check_plan_with(self.model, plan, (), given):
                         break
@@ -318,7 +318,7 @@ class _Trial:
         return {**self.tree, "towers": towers} if "towers" in self.tree else towers[""]
 
     def _key(self, candidate: Candidate, each: BlockList) -> str:
-        """Return the entry under ``attributes``, with ``?`` where some block lacks a module."""
+        """Return the key in the section ``attributes``, with ``?`` if some block lacks the module."""
         path = candidate.module
         blocks = [self.models[0].model.get_submodule(block) for block in each.blocks]
         found, lacking = reached(blocks, path)
@@ -328,14 +328,14 @@ class _Trial:
         return join(path, candidate.name) if everywhere else join(marked(path, lacking), f"{candidate.name}?")
 
     def _place(self, text: str) -> str:
-        """Return the first path in an error that lies in a block; "" for none."""
+        """Return the first path of an error message that is in a block, or ""."""
         root = self.models[0].model
         known = {path for path, _ in root.named_modules()} | {name for name, _ in root.named_parameters()}
         words = [word.strip(".,:'") for word in re.split(r"[\s]", text.partition(MADE_BY)[0])]
         return next((word for word in words if word in known and self.seen.names.block_of(word)), "")
 
     def _group_of(self, text: str, left: dict[tuple[int, str], list[Any]]) -> tuple[int, str] | None:
-        """Return the module whose attributes are tried next; None if all are tried."""
+        """Return the module whose attributes to try next; None if there are no more attributes."""
         place = self._place(text)
         block = self.seen.names.block_of(place)
         shown = self.seen.names.below(block, place) if block is not None else ""
@@ -349,7 +349,7 @@ class _Trial:
         return max(fitting, key=score, default=None)
 
     def _columns_near(self, text: str) -> list[str]:
-        """Return the columns of the families in the module that an error names; of all, if it names none."""
+        """Return the columns of the families near the module that an error names; without a name, all columns."""
         place = self._place(text)
         block = self.seen.names.block_of(place)
         scored: list[tuple[int, list[str]]] = []
@@ -369,11 +369,11 @@ _REPEATS = frozenset(("expand", "repeat", "repeat_interleave"))
 _VIEWS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_alias", "expand"))
 
 _Calls = defaultdict[str, list[tuple[str, tuple[Any, ...]]]]
-"""Path of a module -> the operators of its forward, with the shapes of their results."""
+"""Path of a module -> the operators of its forward, with the shapes of their outputs."""
 
 
 def _note(calls: _Calls, stack: list[str], func: Any, args: Any, outputs: list[Any], shapes: tuple[Any, ...]) -> None:
-    """Note an operator of the last module in ``stack``, unless it only copies."""
+    """Record an operator of the last module in ``stack``, except copies."""
     name = name_of(func)
     first = args[0] if args and isinstance(args[0], torch.Tensor) else None
     still = first is not None and len(outputs) == 1 and first.shape == outputs[0].shape
@@ -382,10 +382,10 @@ def _note(calls: _Calls, stack: list[str], func: Any, args: Any, outputs: list[A
 
 
 def check_units(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace, plan: Plan) -> None:
-    """Compare the operators of the first rank's shard, and of the last one's if it differs, with the full model's.
+    """Compare the operators of the shards of different ranks with the full model.
 
     Raises:
-        PolicyError: The shard fails, or makes a tensor that does not hold its units.
+        PolicyError: If a shard fails, or computes a tensor with the wrong units.
     """
     if seen.in_training is None:
         root = models[0].model.train()
@@ -397,7 +397,7 @@ def check_units(models: list[Traced], blocks: tuple[str, ...], decisions: Decisi
             {*trained.bare_sinks, *trained.bare_sources} - {*usual.bare_sinks, *usual.bare_sources}
         )
     for name in seen.in_training:
-        raise PolicyError(f"{name} is multiplied outside of the forward of its layer, in training alone", plan.policy)
+        raise PolicyError(f"{name} is multiplied outside of its layer's forward, but only in training", plan.policy)
     ranks = {rank: (_own_units(seen, plan, rank), _Calls(list)) for rank in different_ranks(plan)}
     repeated: Any = WeakTensorKeyDictionary()  # replicated tensors, repeated once per unit
 
@@ -418,7 +418,7 @@ def check_units(models: list[Traced], blocks: tuple[str, ...], decisions: Decisi
 
 
 def _own_units(seen: Trace, plan: Plan, rank: int) -> torch.Tensor:
-    """Return for each number whether a rank holds a feature of that component; the last entry is for later numbers."""
+    """Return for each component whether a rank has its features. The last item is for later components."""
     tracking = seen.tracking
     found = []
     for source, first in tracking.first_of.items():
@@ -501,14 +501,14 @@ def _run_shard(models: list[Traced], seen: Trace, plan: Plan, rank: int) -> _Cal
 def _compare(place: str, plain: list[tuple[str, Any]], shard: list[tuple[str, Any]], plan: Plan) -> None:
     names, others = [name for name, _ in plain], [name for name, _ in shard]
     pairs = [(number, number) for number in range(len(names))]
-    if names != others:  # a step that is left out where there is one unit
+    if names != others:  # an operator is skipped if there is only one unit
         blocks = SequenceMatcher(None, names, others, autojunk=False).get_matching_blocks()
         pairs = [(block.a + n, block.b + n) for block in blocks for n in range(block.size)]
     for one, other in pairs:
         for wanted, made in zip(plain[one][1], shard[other][1], strict=False):
             if wanted is not None and wanted != made:
                 raise PolicyError(
-                    f"in {place or 'the model'} {plain[one][0]} makes {list(made)} of a shard, whose units are "
-                    f"{list(wanted)} of the full model's: a number of units may not be scaled (attributes)",
+                    f"in {place or 'the model'} {plain[one][0]} returns shape {list(made)} in a shard, expected "
+                    f"{list(wanted)}: a number of units may not be scaled (attributes)",
                     plan.policy,
                 )

@@ -1,7 +1,7 @@
-"""Decide which layers become columns, and group layers whose features form the same units into families.
+"""Choose the layers that become columns, and group layers with the same units into families.
 
-All layers are candidates at first; each trace shows which ones cannot be columns, until none is left out. Units of a
-family get a name, and a count: the name of a config's attribute, if one has the value.
+At first all layers are candidates. Each trace excludes layers that cannot be columns, until no more are excluded. The
+units of a family get a name and a count: a config attribute with this value, if there is one.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _MOST_ENTERED = 3
 
 
 def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -> tuple[Trace, Decisions]:
-    """Return a trace in which every column leads to a row, and the decisions that made it so."""
+    """Return a trace in which a row follows every column, and its decisions."""
     for _ in range(_ROUNDS):
         seen = trace(models, blocks, decisions)
-        if seen.tracking.bare_sinks:  # features that end in one unit are not summed over several
+        if seen.tracking.bare_sinks:  # trace again with joined features
             seen = trace(models, blocks, decisions, seen)
         other = _next(models[0].model, decisions, seen)
         if other is None:
             return seen, decisions
         decisions = other
-    raise underivable(models[0].model, f"{_ROUNDS} traces did not settle which of its layers are columns")
+    raise underivable(models[0].model, f"{_ROUNDS} traces did not determine which layers are columns")
 
 
 def _next(root: nn.Module, decisions: Decisions, seen: Trace) -> Decisions | None:
-    """Return the decisions to try next; None if these hold."""
+    """Return the decisions to try next; None if the current decisions are consistent."""
     tracking = seen.tracking
     called = set(seen.order)
     around_it = {path: next((p for p in (path, *around(path)) if p in called), "") for path in tracking.first_of}
     if cut_off := [path for path, holder in around_it.items() if holder not in seen.proven]:
-        return decisions.without(map(seen.names, cut_off))  # the model around them failed later
-    idle = []  # regions with a module that did not run: its part of the partial sums is unknown
+        return decisions.without(map(seen.names, cut_off))  # the surrounding model failed later
+    idle = []  # regions with unused modules, whose partial sums are unknown
     for path in (p for p, _ in root.named_modules() if seen.names(p) in decisions.regions and p in called):
         if any(f"{path}.{below}" not in called for below, _ in root.get_submodule(path).named_modules() if below):
             idle.append(f"{path}.")
@@ -70,20 +70,20 @@ def _next(root: nn.Module, decisions: Decisions, seen: Trace) -> Decisions | Non
             break
         elif found := [p for p in sources_of(seen, event.features) if tracking.first_of[p] < event.before]:
             return decisions.without(map(seen.names, found))
-        elif decisions.enters and block is not None:  # after an entry, and no row sums it
+        elif decisions.enters and block is not None:  # entered the region, but no row follows
             near = [path for path in tracking.first_of if path.startswith(block + ".")]
             return decisions.without(map(seen.names, near or list(tracking.first_of)))
     if enters - decisions.enters:
         return replace(decisions, enters=decisions.enters | enters)
-    if contradictory := {seen.names(path) for path in seen.contradictory} - decisions.whole:
-        return replace(decisions, whole=decisions.whole | contradictory, enters=frozenset())
+    if contradictory := {seen.names(path) for path in seen.contradictory} - decisions.replicated:
+        return replace(decisions, replicated=decisions.replicated | contradictory, enters=frozenset())
     if few_units := _too_few(seen):
         return decisions.without(map(seen.names, few_units))
     return None
 
 
 def sources_of(seen: Trace, features: torch.Tensor) -> list[str]:
-    """Return the columns and bare parameters that have a feature in the components of ``features``."""
+    """Return the columns and bare parameters with a feature in the components of ``features``."""
     tracking = seen.tracking
     wanted = tracking.components.of(features).unique()
     wanted = wanted[wanted != 0]
@@ -98,7 +98,7 @@ def components(seen: Trace, source: str) -> torch.Tensor:
 
 
 def _too_few(seen: Trace) -> list[str]:
-    """Return columns whose features are all computed with one another, or that no row follows."""
+    """Return columns that have a single unit, or that no row follows."""
     tracking = seen.tracking
     touched = [pairs[:, 1] for name in tracking.bare_sinks for dim in tracking.touched.get(name, []) for pairs in dim]
     closed = [tracking.components.of(line) for line in (*seen.sinks.values(), *touched)]
@@ -110,7 +110,7 @@ def _too_few(seen: Trace) -> list[str]:
 
 
 _KEYS = ("key_value", "kv")
-_SHORT = ("n_q", "n_kv")  # of heads
+_SHORT = ("n_q", "n_kv")  # short names of head counts
 
 
 @dataclass(eq=False)
@@ -118,8 +118,8 @@ class Member:
     """One dim of a column, row, norm or parameter that a family shards.
 
     Attributes:
-        line: Component of each place along the dim.
-        widths: Width of one unit in each run of all units.
+        line: The component of each index along the dim.
+        widths: The width of one unit, for each run of all units.
     """
 
     path: str
@@ -135,7 +135,7 @@ class Family:
 
     Attributes:
         units: The components, in order.
-        gathered: The layers are sharded, and all units are gathered for the operators between them.
+        gathered: A flag, set if all units are gathered between the sharded layers.
     """
 
     block: str
@@ -150,7 +150,7 @@ class Family:
 
 
 def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[str]]:
-    """Return the families of all blocks, and the columns whose units lie in an order that no rule states."""
+    """Return the families of all blocks, and the columns with an unsupported order of units."""
     _tie(seen)
     found: list[Family] = []
     bad: list[str] = []
@@ -159,7 +159,7 @@ def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[s
         own = [m for m in members if (m.path.startswith(block + ".") if block else not m.path.startswith(inside))]
         for family in _grouped(block, own):
             units = {x for member in family.members for x in member.line.tolist()}
-            if not block:  # a table outside the blocks has the units of some block
+            if not block:  # a parameter outside the blocks uses the units of a block
                 family.units = next((f.units for f in found if set(f.units) & units), [])
             first = next((m for kind in ("row", "parameter") for m in family.members if m.kind == kind), None)
             family.units = family.units or list(dict.fromkeys(first.line.tolist()) if first is not None else ())
@@ -174,7 +174,7 @@ def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[s
 
 
 def _tie(seen: Trace) -> None:
-    """Join the units of blocks that read one parameter, if each unit has its place in it."""
+    """Join the units of blocks that share a parameter, if each unit has a separate index in it."""
     tracking = seen.tracking
     for dims in tracking.touched.values():
         for events in dims:
@@ -199,7 +199,7 @@ def _members(seen: Trace) -> Iterator[Member]:
     for name, dims in tracking.touched.items():
         if any(name.startswith(norm) for norm in norms):
             continue
-        found: list[Member] = []  # along dims whose places have one component each, and several in all
+        found: list[Member] = []  # dims with one component per index, and several components
         for dim, events in enumerate(dims):
             pairs = torch.cat([torch.zeros(0, 2, dtype=torch.long), *events])
             places, own = unique_pairs(pairs[:, 0], tracking.components.of(pairs[:, 1])).unbind(1)
@@ -221,7 +221,7 @@ def _grouped(block: str, members: list[Member]) -> list[Family]:
 
 
 def _widths(line: list[int], units: list[int]) -> tuple[int, ...] | None:
-    """Return the width of a unit in each run of all units; None if the line does not consist of such runs."""
+    """Return the width of a unit in each run of all units; None if the line has a different form."""
     place, widths = 0, list[int]()
     while place < len(line):
         widths.append(next((n for n, unit in enumerate(line[place:]) if unit != units[0]), len(line) - place))
@@ -234,12 +234,12 @@ def _widths(line: list[int], units: list[int]) -> tuple[int, ...] | None:
 
 @dataclass
 class Named:
-    """A family of a list of blocks, with names for its units.
+    """A family over a list of blocks, with names for its units.
 
     Attributes:
-        unit: Name of a component.
-        heads: Name of the query heads, if ``ratio`` of them follow one component.
-        counts: Unit -> its entry under ``units``.
+        unit: The name of a component.
+        heads: The name of the query heads, if a component has ``ratio`` query heads.
+        counts: Unit -> its value in the policy's section ``units``.
     """
 
     of_blocks: dict[str, Family]
@@ -250,7 +250,7 @@ class Named:
 
     @property
     def first(self) -> Family:
-        """The family in the first of the blocks that have it."""
+        """The family of the first block."""
         return next(iter(self.of_blocks.values()))
 
     @property
@@ -259,7 +259,7 @@ class Named:
         return self.first.gathered
 
     def parts(self, widths: tuple[int, ...]) -> list[str]:
-        """Return runs of units as a rule lists them."""
+        """Return the names of runs of units for a rule."""
         smallest = _smallest(self.first)
         wide = [bool(self.heads) and w % self.ratio == 0 and w >= self.ratio * smallest for w in widths]
         each = [w // self.ratio if big else w for w, big in zip(widths, wide, strict=True)]
@@ -275,7 +275,7 @@ def _smallest(family: Family) -> int:
 
 
 def named_families(root: nn.Module, each: BlockList, found: list[Family], seen: Trace) -> list[Named]:
-    """Return the families of a list of blocks, equal ones of all blocks together."""
+    """Return the families of a list of blocks. Equal families of several blocks are one item."""
     owner = root.get_submodule(each.owner)
     config = config_of(owner)
     result: list[Named] = []
@@ -331,7 +331,7 @@ def _free(name: str, taken: Iterable[str]) -> str:
 
 
 def _integers(config: Any) -> dict[str, int]:
-    """Return the integers of a config, also by the names of its ``attribute_map``."""
+    """Return the integers of a config by name, including names of its ``attribute_map``."""
     found = {name: value for name, value in vars(config).items() if type(value) is int and value > 1 and name[0] != "_"}
     for other in getattr(config, "attribute_map", {}):
         value = getattr(config, other, None)
@@ -343,12 +343,12 @@ def _integers(config: Any) -> dict[str, int]:
 def _count_of(
     value: Sequence[int], config: Any, blocks: Sequence[nn.Module], like: str, near: str = "", *, loose: bool = False
 ) -> str:
-    """Return a policy's expression for a count that is ``value`` in each block.
+    """Return a policy expression for a count, which is ``value[n]`` in block ``n``.
 
     Args:
-        like: Preferred names: ``heads``, or ``keys`` for heads of keys and values.
-        near: Path in the block; attributes of modules near it are preferred.
-        loose: Accept an attribute of any name, if it is the only one of that value.
+        like: The preferred names: ``heads``, or ``keys`` for key-value heads.
+        near: A path in the block. Attributes of modules near it are preferred.
+        loose: A flag to accept an attribute of any name, if it is the only attribute with this value.
     """
     integers = _integers(config) if len(set(value)) == 1 else {}
     same = [name for name, number in integers.items() if number == value[0]]
@@ -370,7 +370,7 @@ def _count_of(
 
 
 def _named_so(count: int, block: nn.Module) -> set[tuple[str, str]]:
-    """Return path and name of the attributes in a block with that count."""
+    """Return path and name of the attributes in a block with this value."""
     return {
         (path, name)
         for path, module in block.named_modules()

@@ -1,11 +1,11 @@
-"""Follow single features of layers through a forward, to find which of them are computed with one another.
+"""Track individual features of layers through a forward, to find the features that are computed together.
 
-A candidate for a column numbers its output features. An operator that moves elements (a view, a slice, a concatenation)
-moves the numbers. An operator that combines features joins them in one component: a product of queries and keys joins
-the features of a head, a softmax or a mean joins all that it runs over. A layer with numbered features along its input
-may be a row: its sum over ranks ends the region. The components at the end are the units.
+A column candidate numbers its output features. An operator that moves elements (a view, a slice, a concatenation) moves
+the numbers. An operator that combines features joins them in one component: a product of queries and keys joins the
+features of a head, and a softmax or mean joins all features of its dim. A layer with numbered input features may be a
+row: its sum over ranks ends the region. At the end, the components are the units.
 
-A tensor has a *mark*: its kind (:data:`CONSTANT` to :data:`INSIDE`) and the numbers of its elements.
+Each tensor has a *mark*: its kind (:data:`CONSTANT` to :data:`INSIDE`) and the numbers of its elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.tensor_tracking import tensors_in
 
 RANDOM = frozenset(("rand_like", "randn_like"))
 SHAPE_ONLY = FILLED | EMPTY | RANDOM
-"""Operators whose result has the shape of the argument, and none of its values."""
+"""Operators whose result depends only on the shape of the argument."""
 
 MOVES = frozenset({
     *("view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "expand", "slice", "select"),
@@ -35,18 +35,18 @@ MOVES = frozenset({
     *("pixel_shuffle", "pixel_unshuffle", "scatter", "take_along_dim", "split_copy", "expand_copy", "narrow"),
     *("_adaptive_avg_pool2d", "im2col", "avg_pool1d", "avg_pool2d"),
 })  # fmt: skip
-"""Operators that move, drop or keep elements. Pools take means of neighbors, in order."""
+"""Operators that move, drop or keep elements. Pooling averages neighbors, and keeps their order."""
 
 _SUMS = frozenset({
     *("sum", "mean", "prod", "amax", "amin", "var", "std", "any", "all", "norm", "linalg_vector_norm", "max", "min"),
     *("argmax", "argmin", "logsumexp", "var_mean"),
 })  # fmt: skip
-_LAST = frozenset(("topk", "sort", "argsort", "kthvalue", "median", "mode"))  # along the last dim, if no other is named
+_LAST = frozenset(("topk", "sort", "argsort", "kthvalue", "median", "mode"))  # over the last dim by default
 _NORMS = frozenset(("native_layer_norm", "_fused_rms_norm"))
 
 
 def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-    """Return the dims of the first argument that an operator sums or compares over; None if it does neither."""
+    """Return the dims of the first argument that an operator reduces or compares over, or None."""
     name = name_of(func)
     if name in _NORMS:
         return [-1 - dim for dim in range(len(args[1]))]
@@ -66,7 +66,7 @@ def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def unique_pairs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the distinct pairs of numbers at the same places of two tensors that broadcast: ``[pairs, 2]``."""
+    """Return the distinct pairs of numbers at the same index of two broadcast tensors: ``[pairs, 2]``."""
     one, other = torch.broadcast_tensors(one, other)
     a, b = one.reshape(-1).long(), other.reshape(-1).long()
     size = int(b.max()) + 1 if len(b) else 1
@@ -75,7 +75,7 @@ def unique_pairs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 class Components:
-    """Features, numbered from 1 (0 stands for none), joined in components.
+    """A union-find of features in components. Features are numbered from 1; 0 means no feature.
 
     Arguments and results are integer tensors of any shape. ``version`` counts the changes.
     """
@@ -86,21 +86,21 @@ class Components:
 
     @property
     def count(self) -> int:
-        """The number that the next feature gets."""
+        """The number of the next feature."""
         return len(self._root)
 
     def new(self, count: int) -> int:
-        """Make ``count`` features in separate components, and return the number of the first."""
+        """Create ``count`` features in separate components, and return the number of the first feature."""
         first = len(self._root)
         self._root = torch.cat([self._root, torch.arange(first, first + count, dtype=torch.int32)])
         return first
 
     def of(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the component of each feature: the smallest number in it."""
+        """Return the component of each feature, which is its smallest number."""
         return self._root.index_select(0, features.reshape(-1)).reshape(features.shape)
 
     def join(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """Join the features at the same places of two tensors that broadcast; zeros join nothing."""
+        """Join the features at the same index of two broadcast tensors. Zeros are skipped."""
         one, other = torch.broadcast_tensors(self.of(one), self.of(other))
         differ = (one != other) & (one != 0) & (other != 0)
         if not differ.any():
@@ -118,7 +118,7 @@ class Components:
             self._root = flat
 
     def join_along(self, features: torch.Tensor, dims: list[int]) -> torch.Tensor:
-        """Join all features along ``dims``, and return their components, with size 1 in these dims."""
+        """Join all features along ``dims``, and return their components with size 1 in these dims."""
         found = self.of(features)
         dims = sorted(dim % found.ndim for dim in dims)
         if found.numel() == 0 or not dims:
@@ -137,7 +137,7 @@ class Components:
 
 
 CONSTANT, INPUT, PARAMETER, ACTIVATION, INSIDE = range(5)
-"""Kinds: without gradient; the model's inputs; of parameters alone; replicated with a gradient; in a region."""
+"""Kinds: without gradient, model input, computed only from parameters, replicated with gradient, inside a region."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ class Mark:
     """Facts about a tensor.
 
     Attributes:
-        features: Number of each element, 0 for none, in the tensor's shape; None: no element has a number.
-        producers: Paths of the layers that made an activation.
-        places: Parameter -> for each of its dims the index of each element, in the tensor's shape.
-        fresh: Only moves and scaling happened since the layer that numbered the features.
-        partial: The sum over ranks is still to come (after a product with a bare parameter).
-        version: ``Components.version`` when ``features`` were looked up.
+        features: The feature number of each element (0: no feature), in the tensor's shape; None: no features.
+        producers: The paths of the layers that computed an activation.
+        places: Parameter -> for each dim the index of each element, in the tensor's shape.
+        fresh: A flag, set if only moves and scaling follow the layer that numbered the features.
+        partial: A flag, set if the tensor is a partial sum (after a product with a bare parameter).
+        version: The ``Components.version`` of ``features``.
     """
 
     kind: int
@@ -167,10 +167,10 @@ class Event:
     """Features that cannot be sharded.
 
     Attributes:
-        features: Numbered features of the region; empty if there are none.
-        before: First number that was free.
-        producers: Layers of the replicated activation that met them.
-        where: Path of the module in which it met them.
+        features: The features inside the region; may be empty.
+        before: The first free number at this time.
+        producers: The layers of the replicated activation that was combined with the features.
+        where: The path of the module that combined them.
     """
 
     features: torch.Tensor
@@ -180,7 +180,7 @@ class Event:
 
 
 def places_of(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return for each dim the index of each element, as expanded views."""
+    """Return the index of each element along each dim, as expanded views."""
     shape = parameter.shape
     return [
         torch.arange(size, dtype=torch.int32).reshape([-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
@@ -193,19 +193,19 @@ _LINEAR = {"mul", "div", "add", "sub", "mul_", "div_", "add_", "_to_copy", "clon
 
 
 class FeatureTracking(ValuelessTracking):
-    """A dispatch mode that gives each tensor its mark.
+    """A dispatch mode that assigns a mark to each tensor.
 
     Args:
-        sources: Parameters that may number features in products.
-        record: Callback after each operator, with the tracking, its arguments and its tensors.
+        sources: The parameters that may number features in products.
+        record: A callback after each operator. It gets the tracking, the operator, its arguments and its outputs.
 
     Attributes:
-        suspended: Depth of layers; above 0 nothing is tracked, since hooks mark a layer's outputs.
-        stack: Paths of the modules that run.
-        touched: Parameter -> for each dim pairs of an index and a feature that were computed with one another.
-        inside: Parameters that work in a region.
-        near: Parameter -> a feature that it was computed with.
-        once: Parameters that are added to partial sums.
+        suspended: The depth of layers. Above 0 operators are not tracked, because hooks mark the layer's outputs.
+        stack: The paths of the running modules.
+        touched: Parameter -> for each dim, pairs of an index and a feature that are computed together.
+        inside: The parameters that are used inside a region.
+        near: Parameter -> a feature that it is computed with.
+        once: The parameters that are added to partial sums.
         bare_sinks: Parameter -> the features that a product with it sums over.
     """
 
@@ -228,7 +228,7 @@ class FeatureTracking(ValuelessTracking):
         self.marks = WeakTensorKeyDictionary()
 
     def mark_of(self, tensor: torch.Tensor) -> Mark | None:
-        """Return the mark of a tensor, a new one for a parameter; None if it has none."""
+        """Return the mark of a tensor, or None. A parameter gets a new mark."""
         known = self.marks.get(tensor)
         if known is None and (name := self._names.get(id(tensor))) is not None:
             known = Mark(PARAMETER, places={name: places_of(tensor)})
@@ -237,13 +237,13 @@ class FeatureTracking(ValuelessTracking):
         return known
 
     def number(self, source: str, count: int) -> int:
-        """Number the features of a layer or bare parameter, once, and return the first number."""
+        """Number the features of a layer or bare parameter on first use. Return the first number."""
         if source not in self.first_of:
             self.first_of[source], self.count_of[source] = self.components.new(count), count
         return self.first_of[source]
 
     def touch(self, name: str, dim: int, index: torch.Tensor, features: torch.Tensor) -> None:
-        """Note that a parameter was computed with features, at ``index`` along ``dim`` (-1 for none)."""
+        """Record that a parameter is computed with features, at ``index`` along ``dim`` (-1: no index)."""
         pairs = unique_pairs(index + 1, features)
         pairs = pairs[(pairs[:, 0] != 0) & (pairs[:, 1] != 0)]
         pairs[:, 0] -= 1
@@ -256,11 +256,11 @@ class FeatureTracking(ValuelessTracking):
         self.inside.add(name)
 
     def spoil(self, features: torch.Tensor, producers: frozenset[str] = frozenset(), where: str = "") -> None:
-        """Note features that cannot be sharded."""
+        """Record features that cannot be sharded."""
         self.events.append(Event(features[features != 0].unique(), self.components.count, producers, where))
 
     def features_of(self, tensor: Any) -> torch.Tensor | None:
-        """Return the components of a tensor's elements; None if no element has one."""
+        """Return the components of a tensor's elements, or None."""
         mark = self.mark_of(tensor) if isinstance(tensor, torch.Tensor) else None
         if mark is None or mark.features is None:
             return None
@@ -270,21 +270,21 @@ class FeatureTracking(ValuelessTracking):
         return mark.features
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """Give the result of an operator its mark; integers have no features."""
+        """Set the mark of an operator's output. Integers have no features."""
         if not tensor.is_floating_point() and not tensor.is_complex():
             mark = Mark(INPUT if mark.kind != CONSTANT else CONSTANT)
         self.marks[tensor] = mark
 
-    def write_into(self, whole: torch.Tensor, view: torch.Tensor, mark: Mark) -> None:
-        """Give a tensor the numbers that were written into a view of it."""
-        known = self.marks.get(whole)
+    def write_into(self, full: torch.Tensor, view: torch.Tensor, mark: Mark) -> None:
+        """Copy the features of a view into the mark of its base tensor."""
+        known = self.marks.get(full)
         if known is not None and known.features is not None:
-            features = known.features.clone(memory_format=torch.contiguous_format)  # they may be shared
+            features = known.features.clone(memory_format=torch.contiguous_format)  # other marks may share them
         else:
-            features = torch.zeros(whole.shape, dtype=torch.int32)
-        if features.stride() == whole.stride() and mark.features is not None:
+            features = torch.zeros(full.shape, dtype=torch.int32)
+        if features.stride() == full.stride() and mark.features is not None:
             features.as_strided(view.shape, view.stride(), view.storage_offset()).copy_(mark.features)
-            self.marks[whole] = replace(mark, features=features, fresh=False)
+            self.marks[full] = replace(mark, features=features, fresh=False)
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.suspended or name_of(func) in SHAPE_ONLY:
@@ -345,7 +345,7 @@ class FeatureTracking(ValuelessTracking):
     def _moved(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
     ) -> list[Mark]:
-        """Move the numbers as the operator moves the elements."""
+        """Move the features in the same way as the operator moves the elements."""
         leaves = list(tensors_in((args, kwargs)))
         fresh = all(m is None or m.fresh or m.kind <= PARAMETER for m in map(self.mark_of, leaves))
         kept = {name: value for name, value in kwargs.items() if name not in _FORMS}
@@ -383,7 +383,7 @@ class FeatureTracking(ValuelessTracking):
             if found is not None and indexed and x is args[0]:
                 return self.components.join_along(found, indexed).expand(found.shape).contiguous()
             if found is not None and schema_of(func).is_mutable:
-                return found.clone(memory_format=torch.contiguous_format)  # the operator writes into it
+                return found.clone(memory_format=torch.contiguous_format)  # the operator writes in place
             return found
 
         numbered = any(mark is not None and mark.features is not None for mark in map(self.mark_of, leaves))
@@ -438,13 +438,13 @@ class FeatureTracking(ValuelessTracking):
 
     def _reduced(self, args: tuple[Any, ...], dims: list[int], outputs: list[torch.Tensor], base: Mark) -> list[Mark]:
         features = self.features_of(args[0])
-        for x in tensors_in(args[1:]):  # weights of a norm
+        for x in tensors_in(args[1:]):  # weights of a norm layer
             for name in (self.mark_of(x) or base).places if base.kind == INSIDE else ():
                 self.inside.add(name)
         if features is None:
             return [replace(base) for _ in outputs]
         joined = self.components.join_along(features, dims)
-        for name, places in (self.mark_of(args[0]) or base).places.items():  # parameters in the same tensor
+        for name, places in (self.mark_of(args[0]) or base).places.items():  # parameters that are part of the tensor
             for dim, index in enumerate(places):
                 self.touch(name, dim, index, joined.expand(index.shape))
         for x in tensors_in(args[1:]):
@@ -462,7 +462,7 @@ class FeatureTracking(ValuelessTracking):
     def _product(
         self, one: torch.Tensor, other: torch.Tensor, added: torch.Tensor | None, output: torch.Tensor, base: Mark
     ) -> Mark:
-        """Mark a product of matrices ``[..., m, k]`` and ``[..., k, n]``."""
+        """Return the mark of a product of matrices ``[..., m, k]`` and ``[..., k, n]``."""
         marks = [self.mark_of(x) or Mark(CONSTANT) for x in (one, other)]
         for weight, mark in ((1, marks[1]), (0, marks[0])):
             if mark.kind == PARAMETER and marks[1 - weight].kind >= ACTIVATION:
@@ -479,11 +479,11 @@ class FeatureTracking(ValuelessTracking):
         return replace(base, features=total if base.kind == INSIDE and bool((total != 0).any()) else None, fresh=False)
 
     def _by_parameter(self, weight: Mark, x: Mark, output: torch.Tensor, right: bool, base: Mark) -> Mark:
-        """Mark a product with a bare parameter: it numbers features, or sums over them, or works within each unit."""
+        """Return the mark of a product with a bare parameter, which numbers features, sums over them, or keeps them."""
         (name, places), *more = weight.places.items() or [("", [])]
         if more or not name:
             return replace(base, features=None)
-        inner, outer = (-2, -1) if right else (-1, -2)  # dims of the weight; of x and the output the other way round
+        inner, outer = (-2, -1) if right else (-1, -2)  # dims of the weight; reversed for x and the output
         if x.features is not None:
             features = self.components.of(x.features)
             along = -1 if right else -2
@@ -520,7 +520,7 @@ class FeatureTracking(ValuelessTracking):
         return Mark(INSIDE, features, base.producers, fresh=True)
 
     def _per_channel(self, args: tuple[Any, ...], output: torch.Tensor, base: Mark) -> Mark | None:
-        """Mark a depthwise convolution; None for any other."""
+        """Return the mark of a depthwise convolution; None for any other convolution."""
         x, weight, groups = args[0], args[1], args[8]
         features = self.features_of(x)
         if features is None or groups != x.shape[1] or weight.shape[0] != groups:
@@ -534,7 +534,7 @@ class FeatureTracking(ValuelessTracking):
         return replace(base, features=line.to(torch.int32).reshape(shape).expand(output.shape), fresh=fresh)
 
     def _resized(self, x: torch.Tensor, output: torch.Tensor, base: Mark) -> Mark:
-        """Mark an interpolation along all dims but the first two: indices that vary along those get no place."""
+        """Return the mark of an interpolation over all dims after the second. Indices that vary there are dropped."""
         features, spatial = self.features_of(x), list(range(2, x.ndim))
         if features is not None:
             features = self.components.join_along(features, spatial).expand(output.shape)
@@ -549,7 +549,7 @@ class FeatureTracking(ValuelessTracking):
     def _mixed_up(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
     ) -> list[Mark]:
-        """Join all features of an unknown operator."""
+        """Return marks for an unknown operator, which joins all features."""
         some = [x.flatten() for t in tensors_in((args, kwargs)) if (x := self.features_of(t)) is not None]
         for x in tensors_in((args, kwargs)):
             self.inside.update((self.mark_of(x) or base).places if base.kind == INSIDE else ())
@@ -560,7 +560,7 @@ class FeatureTracking(ValuelessTracking):
 
 
 def _indexed_dims(func: Any, args: tuple[Any, ...]) -> list[int]:
-    """Return the dims of the first argument that a tensor without data indexes."""
+    """Return the dims of the first argument that are indexed by a tensor without data."""
     name = name_of(func)
     if name in ("index", "index_put", "index_put_"):
         return [dim for dim, index in enumerate(args[1]) if index is not None]

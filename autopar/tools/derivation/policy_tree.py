@@ -1,4 +1,4 @@
-"""Make a policy of families and the modules around them: plain data, and YAML for review."""
+"""Make a policy from families and the modules around them, as plain data and as YAML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.policy.match import base_of, config_of
 from autopar.tools.derivation.families import Family, Member, Named, named_families
 from autopar.tools.derivation.trace import BlockList, Decisions, Trace, is_linear
 
-_UNNAMED = ("*", "layers", "layer", "blocks", "block", "model", "h")  # parts of paths that name no tower
+_UNNAMED = ("*", "layers", "layer", "blocks", "block", "model", "h")  # parts of paths that do not name a tower
 
 
 def policy_tree(
@@ -28,10 +28,10 @@ def policy_tree(
     *,
     words: bool = True,
 ) -> tuple[dict[str, Any], list[list[Named]]]:
-    """Return the policy of a model in the form of ``policies/README.md``, without attributes, and the families.
+    """Return a model's policy without attributes, in the form of ``policies/README.md``, and its families.
 
     Args:
-        words: Embeddings of words and their logits are sharded.
+        words: A flag to shard word embeddings and logits.
     """
     base_path, _ = base_of(root)
     start = f"{base_path}." if base_path else ""
@@ -88,7 +88,7 @@ def _tower(
 
 
 def reached(blocks: list[nn.Module], key: str) -> tuple[list[Any], set[str]]:
-    """Return the modules or parameters at a path below blocks, and its beginnings that one of them lacks."""
+    """Return the modules or parameters at a path below ``blocks``, and the parts of the path that some blocks lack."""
     found: list[Any] = blocks
     parts, lacking = key.split(".") if key else [], set[str]()
     for end, part in enumerate(parts):
@@ -114,7 +114,7 @@ def marked(key: str, lacking: set[str]) -> str:
 def _covered(
     root: nn.Module, rules: Mapping[str, Any], blocks: tuple[str, ...], more: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return rules for all parameters below ``root``: ``rules``, and ``replicated`` for the largest other modules."""
+    """Return rules for all parameters below ``root``: ``rules``, and ``replicated`` for the other modules."""
     busy = {"", *more}
     for path in (*rules, *(block[:-1] for block in blocks)):
         busy |= {path, *around(path)}
@@ -152,7 +152,7 @@ def _outside(
     blocks: tuple[str, ...],
     rules: dict[str, Any],
 ) -> None:
-    """Add the rules of parameters outside of the blocks that units of blocks shard."""
+    """Add the rules of parameters outside of the blocks that are sharded by units of blocks."""
     live = [n for _, many in by_list for n in many if not n.gathered]
     for family in (f for f in found if not f.block):
         for named in [n for n in live if set(n.first.units) & set(family.units)][:1]:
@@ -167,7 +167,7 @@ def _outside(
 def _rules_of_block(
     root: nn.Module, block: str, named: list[Named], seen: Trace, decisions: Decisions
 ) -> dict[str, Any]:
-    """Return path from the root -> rule, for all in a block that is not simply replicated."""
+    """Return path from the root -> rule for a block, except for replicated modules."""
     rules: dict[str, Any] = {}
     own = [n for n in named if block in n.of_blocks]
     for each in own:
@@ -199,7 +199,7 @@ def _rules_of_block(
 
 
 def _nearest(named: list[Named], block: str, path: str, seen: Trace) -> Named:
-    """Return the family that a module was computed with; else the nearest one by path."""
+    """Return the family that a module is computed with, or the family with the most similar path."""
     unit = int(seen.tracking.components.of(torch.tensor(seen.tracking.near.get(path, 0))))
     if unit and (found := [each for each in named if unit in each.of_blocks[block].units]):
         return found[0]
@@ -215,7 +215,7 @@ def _nearest(named: list[Named], block: str, path: str, seen: Trace) -> Named:
 
 
 def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict[str, Any]:
-    """Return path from the root -> rule of a member."""
+    """Return path from the root -> rule for a member."""
     parts = named.parts(member.widths)
     listed: Any = parts[0] if len(parts) == 1 else parts
     if named.gathered:
@@ -240,7 +240,7 @@ def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict
 
 
 def note_vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
-    """Add the rules of embeddings of words and of the layers that make their logits; return the count of words."""
+    """Add the rules of word embeddings and logit layers. Return the count of words."""
     modules = dict(root.named_modules())
     models = [module for module in modules.values() if isinstance(module, PreTrainedModel)]
     tables = {path: module for path, module in modules.items() if isinstance(module, nn.Embedding)}
@@ -303,7 +303,7 @@ _NESTED = ("match", "units", "towers", "blocks", "modules", "attributes", *_SECT
 
 
 def yaml_text(tree: dict[str, Any], comments: list[str]) -> str:
-    """Return a policy as YAML after lines of comment."""
+    """Return a policy as YAML, with comments at the top."""
     lines = [f"# {line}" for line in comments]
     return "\n".join([*lines, *_lines(tree, 0)]) + "\n"
 

@@ -1,4 +1,4 @@
-"""Run one forward of the model on the meta device, with hooks that mark what each layer does to numbered features."""
+"""Trace one forward of a model on the meta device, with hooks that number and follow the features of each layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autopar.tools.derivation.feature_tracking import (
 
 
 class Names:
-    """Names that blocks share: paths with ``*`` for the number of a block, or of one of several equal modules."""
+    """Shared names of blocks: paths with ``*`` in place of the number of a block or of an equal module in a list."""
 
     def __init__(self, root: nn.Module, blocks: Iterable[str]) -> None:
         self._blocks = tuple(blocks)
@@ -51,46 +51,46 @@ class Names:
         return self._known[path]
 
     def below(self, block: str, path: str) -> str:
-        """Return the name of a path in a block below all blocks."""
+        """Return the name of a path, relative to its block."""
         return ".".join(self(path).split(".")[len(block.split(".")) :])
 
     def block_of(self, path: str) -> str | None:
-        """Return the path of the block that a module or parameter lies in."""
+        """Return the path of the block that contains a module or parameter."""
         return next((block for block in self._blocks if lies_in(path, block)), None)
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """Assumptions of a trace: names with ``*`` for numbers.
+    """Assumptions of a trace, by shared names (:class:`Names`).
 
     Attributes:
-        whole: Layers and bare parameters that stay replicated.
-        enters: Layers whose full outputs enter a region.
-        regions: Modules around bare parameters whose outputs are partial.
+        replicated: The replicated layers and bare parameters.
+        enters: The layers whose full outputs enter a region.
+        regions: The modules with bare parameters and partial outputs.
     """
 
-    whole: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
     enters: frozenset[str] = frozenset()
     regions: frozenset[str] = frozenset()
 
     def without(self, names: Iterable[str]) -> Decisions:
-        """Return decisions with more layers that stay replicated, and no entries."""
-        return replace(self, whole=self.whole | set(names), enters=frozenset())
+        """Return decisions with additional replicated layers, and without ``enters``."""
+        return replace(self, replicated=self.replicated | set(names), enters=frozenset())
 
 
 @dataclass
 class Trace:
-    """Findings of a forward.
+    """Results of a forward.
 
     Attributes:
-        sinks: Row -> the feature at each place of its input.
-        sources: Column -> whether its input lies in a region.
+        sinks: Row -> the feature of each input index.
+        sources: Column -> whether its input is inside a region.
         norms: Norm over sharded features -> the feature of each weight.
-        order: Paths of modules in the order of their calls.
-        suspended: Paths of layers that were not tracked inside.
-        proven: Paths of modules that were called by models that ran to their end.
-        runs: Paths of models that ran to their end, with their inputs.
-        in_training: Layers whose weights only training uses outside of their forward; None: not searched yet.
+        order: The paths of modules in call order.
+        suspended: The paths of layers whose operators are not tracked.
+        proven: The paths of modules called by models that ran successfully.
+        runs: The paths and inputs of models that ran successfully.
+        in_training: The layers whose weights are used outside of their forward, only in training; None: unknown.
     """
 
     tracking: FeatureTracking
@@ -112,12 +112,12 @@ def underivable(model: nn.Module, why: str, *, by_hand: bool = True) -> Unsuppor
     """Return the error for a model without a derived policy."""
     if reason := convolutional(model):
         return UnsupportedModelError(reason)
-    hint = ". Write one by hand: docs/policies.md leads through it" if by_hand else ""
+    hint = ". Write one by hand: see docs/policies.md" if by_hand else ""
     return UnsupportedModelError(f"no policy can be derived for {type(model).__name__}: {why}{hint}")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a layer multiplies by a matrix: a linear layer, or a convolution with a kernel of size 1."""
+    """Return whether a layer is a matmul: a linear layer, or a convolution with kernel size 1."""
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return module.groups == 1 and all(size == 1 for size in module.kernel_size)
     return isinstance(module, nn.Linear | Conv1D)
@@ -129,7 +129,7 @@ _LAYERS_OF_A_BLOCK = 2
 
 @dataclass(frozen=True)
 class BlockList:
-    """Blocks of one ``blocks.path``, which may have ``*``, and the path of the Hugging Face model around them."""
+    """The blocks of one ``blocks.path``, which may have ``*``, and the path of their Hugging Face model."""
 
     path: str
     blocks: tuple[str, ...]
@@ -137,7 +137,7 @@ class BlockList:
 
 
 def block_lists(root: nn.Module) -> tuple[list[BlockList], tuple[str, ...]]:
-    """Return the outermost lists of blocks in the base model, of stages the lists inside, and all blocks' paths."""
+    """Return the outermost lists of blocks in the base model (inside stages, the inner lists), and all block paths."""
     found: dict[str, list[str]] = {}
     base_path, _ = base_of(root)
     start = f"{base_path}." if base_path else ""
@@ -182,7 +182,7 @@ def _layer(module: nn.Module) -> bool:
 
 
 def _only_around(stage: nn.Module, inner: list[str]) -> bool:
-    """Return whether a member of a list is a stage: all its larger modules lie in inner lists."""
+    """Return whether a list item is a stage: its inner lists contain all its larger modules."""
     outside = [m for p, m in stage.named_modules() if p and not any(lies_in(p, i) or lies_in(i, p) for i in inner)]
     layers = max((sum(map(_layer, module.modules())) for module in outside), default=0)
     return bool(inner) and layers < _LAYERS_OF_A_BLOCK
@@ -190,7 +190,7 @@ def _only_around(stage: nn.Module, inner: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class Traced:
-    """A model that a trace runs, its path, and its inputs."""
+    """A model to trace, with its path and inputs."""
 
     path: str
     model: nn.Module
@@ -218,18 +218,18 @@ def trace(
     known: Trace | None = None,
     record: Callable[..., None] | None = None,
 ) -> Trace:
-    """Run the models.
+    """Trace the models.
 
     Args:
-        blocks: Paths of the blocks; layers outside of them stay replicated.
-        known: Trace of the same decisions, whose components are joined from the start.
-        record: Callback after each operator, with the tracking, its arguments and its tensors.
+        blocks: The paths of the blocks. Layers outside of blocks stay replicated.
+        known: An earlier trace with the same decisions. Its joined components are reused.
+        record: A callback after each operator. It gets the tracking, the operator, its arguments and its outputs.
     """
     root = models[0].model
     shared = Names(root, blocks)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     inside = tuple(path + "." for path in blocks)
-    sources = {name for name in names.values() if name.startswith(inside) and shared(name) not in decisions.whole}
+    sources = {name for name in names.values() if name.startswith(inside) and shared(name) not in decisions.replicated}
     tracking = FeatureTracking(names, sources, record)
     if known is not None:
         tracking.components = known.tracking.components
@@ -243,7 +243,7 @@ def trace(
         for each in models:
             own = [block for block in blocks if block.startswith(each.path + ".")]
             if each.path and own and seen.proven.issuperset(own):
-                continue  # a model around it has called it
+                continue  # the surrounding model has called it
             for tensor in tensors_in(each.inputs):
                 tracking.marks[tensor] = Mark(INPUT)
             for tensor in tensors_in(_run(each, root, seen)):
@@ -254,7 +254,7 @@ def trace(
 
 
 def _run(each: Traced, root: nn.Module, seen: Trace) -> Any:
-    """Run a model, or its base model if it fails, and return the outputs; None if both fail."""
+    """Run a model, or its base model if the model fails. Return the outputs, or None if both fail."""
     base: Any = each.model.base_model
     for model in dict.fromkeys((each.model, each.model if each.path else base)):
         before = len(seen.order)
@@ -273,7 +273,7 @@ def _run(each: Traced, root: nn.Module, seen: Trace) -> Any:
 
 
 class _ModuleHooks:
-    """The hooks around a module, which mark its inputs and a layer's outputs. ``starts``: it is a block."""
+    """Hooks around a module, which mark its inputs and outputs. ``starts``: the module is a block."""
 
     def __init__(
         self, path: str, module: nn.Module, starts: bool, inside: tuple[str, ...], decisions: Decisions, seen: Trace
@@ -318,7 +318,7 @@ class _ModuleHooks:
             tracking.suspended -= 1
         if tracking.suspended:
             return
-        for x, known in self._entered.pop() if self.region else ():  # other modules that read it are outside
+        for x, known in self._entered.pop() if self.region else ():  # other readers are outside
             tracking.marks[x] = known
         results = [x for x in tensors_in(out) if x.is_floating_point()]
         if taken:
@@ -333,7 +333,7 @@ class _ModuleHooks:
                 if features is not None:
                     tracking.spoil(features)
                 tracking.marks[x] = Mark(ACTIVATION, None, frozenset([self.path]))
-        elif own_parameters(m) and not own_modules(m):  # a norm on the residual stream, or a table
+        elif own_parameters(m) and not own_modules(m):  # a norm of the residual stream, or an embedding
             enters = self.seen.names(self.path) in self.decisions.enters
             for x in results:
                 mark = tracking.mark_of(x)
@@ -359,13 +359,13 @@ class _ModuleHooks:
         tracking.marks[out] = made
 
     def _along(self, x: torch.Tensor) -> int:
-        """Return the dim of the features of an input or output."""
+        """Return the feature dim of an input or output."""
         if isinstance(self.module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            return x.ndim - len(self.module.kernel_size) - 1  # with a batch, or without
+            return x.ndim - len(self.module.kernel_size) - 1  # with or without a batch dim
         return -1
 
     def _made(self, mark: Mark, features: torch.Tensor | None, out: torch.Tensor) -> Mark:
-        """Return the mark of an output; its features, if any, lie along the last dim alone."""
+        """Return the mark of an output, whose features vary only along the last dim."""
         tracking, path, seen = self.tracking, self.path, self.seen
         names = [f"{path}.{name}" for name, p in own_parameters(self.module).items() if p is not None]
         if features is not None:
@@ -375,7 +375,7 @@ class _ModuleHooks:
                 return self._row(mark, line)
             tracking.inside.update(names)
             return replace(mark, features=line[:1].to(torch.int32), fresh=False, places={})
-        if path.startswith(self.inside) and self.seen.names(path) not in self.decisions.whole:
+        if path.startswith(self.inside) and self.seen.names(path) not in self.decisions.replicated:
             width = out.shape[self._along(out)]
             first = tracking.number(path, width)
             within = mark.kind == INSIDE
@@ -386,21 +386,21 @@ class _ModuleHooks:
         if mark.kind == INSIDE:
             tracking.inside.update(names)
             return replace(mark, features=None, places={})
-        return self._whole()
+        return self._replicated()
 
     def _row(self, mark: Mark, line: torch.Tensor) -> Mark:
         tracking, path, seen = self.tracking, self.path, self.seen
         if bool((line == 0).any()):
-            tracking.spoil(line)  # a sum over sharded and full features
+            tracking.spoil(line)  # sums over sharded and replicated features
         if mark.fresh:
-            tracking.spoil(line)  # nothing is between it and the column
+            tracking.spoil(line)  # no operators between the column and this layer
         known = seen.sinks.setdefault(path, line)
         tracking.components.join(known, line)
         if path in seen.sources:
             seen.contradictory.add(path)
-        return self._whole()
+        return self._replicated()
 
-    def _whole(self) -> Mark:
+    def _replicated(self) -> Mark:
         """Return the mark of a full output, which may enter a region."""
         if self.seen.names(self.path) in self.decisions.enters:
             self.seen.entered.add(self.path)
@@ -425,7 +425,7 @@ class _ModuleHooks:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm with a weight for each feature."""
+    """Return whether a module is a norm layer with one weight per feature."""
     weight = own_parameters(module).get("weight")
     if weight is None or weight.ndim != 1 or own_modules(module):
         return False
@@ -433,19 +433,19 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_over_features(module: nn.Module, tensors: list[torch.Tensor], tracking: FeatureTracking) -> bool:
-    """Return whether a norm takes a mean over numbered features."""
+    """Return whether a norm averages over numbered features."""
     weight: Any = module.weight
     for x in tensors:
         features = tracking.features_of(x)
         if features is not None and x.shape[-1] == weight.shape[0]:
-            rows = features.reshape(-1, features.shape[-1])  # not the features of each head
+            rows = features.reshape(-1, features.shape[-1])  # not a norm within each head
             differ = bool((features != features[..., :1]).any())
             return differ and bool((features != 0).all()) and bool((rows == rows[0]).all())
     return False
 
 
 def _untracked(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook whose operators are not tracked."""
+    """Return a hook that runs without tracking."""
 
     def run_hook(*args: Any) -> None:
         with no_dispatch_modes():

@@ -1,9 +1,9 @@
 """Count a forward on the meta device, block by block: saved activations, operations and collectives.
 
-One rank's shard runs its own ``forward`` at the real batch and sequence, and nothing is estimated:
-``saved_tensors_hooks`` count each storage that autograd saves once, weights not. Only one of several equal blocks
-computes (:mod:`autopar.tools.planner.equal_blocks`), so the size of a model makes no difference to the time. Each block
-also runs backward, which shows the temporary memory of that. All that differs by block is in its :class:`Unit`.
+One rank's shard runs its real ``forward`` at the real batch and sequence sizes. ``saved_tensors_hooks`` count each
+storage that autograd saves once, except weights. Only one of several equal blocks runs
+(:mod:`autopar.tools.planner.equal_blocks`), so the time does not depend on the number of layers. Each block also runs a
+backward, to measure its temporary memory. A :class:`Unit` has the result of one block.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from autopar.pipeline_parallel.engine import nodes, runs_once, way
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.planner.equal_blocks import BlockReplay, Paths
 from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of
-from autopar.tools.planner.storages import Entry, FusedKernels, Operation, SavedStorages, Storages, alive
+from autopar.tools.planner.storages import FusedKernels, Operation, SavedStorages, SavedTensor, Storages, alive
 
 
 @contextmanager
 def remembered(storages: Storages, saved: SavedStorages, save: tuple[str, ...]) -> Iterator[dict[int, int]]:
-    """Yield number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""
+    """Yield number -> bytes of the storages that ``activation_checkpointing.save`` keeps from a block's forward."""
     sizes: dict[int, int] = {}
     if not save:
         yield sizes
@@ -62,24 +62,24 @@ _AFTER = -1  # the place of the code after the last element
 
 
 class _Segment(NamedTuple):
-    """Code outside of blocks, until the end of the forward shows which entries stay saved.
+    """Code between blocks. Its saved storages are known only at the end of the forward.
 
     Attributes:
-        unit: All else about it, and the saved storages of blocks in it that are not elements.
-        freed: The sequence numbers of nodes of which nothing is left between the halves of a backward.
+        unit, entries: The unit, and the tensors saved so far, which the unit does not include.
+        freed: The sequence numbers of nodes that the first half of a split backward frees.
     """
 
     unit: Unit
-    entries: list[Entry]
+    entries: list[SavedTensor]
     freed: frozenset[int]
 
 
 class ForwardCounter(BlockReplay):
-    """Counts a shard's forward on the meta device: one of several equal blocks is measured.
+    """Counter of a shard's forward on the meta device. It measures one of several equal blocks.
 
     Args:
-        shard: A model on the meta device, sharded, in training mode, in the precision of the run, its region begun.
-        elements: The paths of its blocks in forward order, among them the one of the ``encoder``.
+        shard: A sharded model on the meta device, in training mode, in the run's precision, with a started region.
+        elements: The paths of its blocks in forward order, including the ``encoder``.
         save: The operations whose results recomputed blocks keep (``activation_checkpointing.save``).
     """
 
@@ -104,23 +104,23 @@ class ForwardCounter(BlockReplay):
         for number, path in enumerate(elements):
             block = shard.get_submodule(path)
             around = any(each.startswith(f"{path}.") for each in inside if each != f"{path}.")
-            if "forward" not in vars(block) and not around:  # not the encoder around its blocks
+            if "forward" not in vars(block) and not around:  # not an encoder that contains blocks
                 self._attach(block, -1 - number)
         self._around = None if encoder is None else shard.get_submodule(elements[encoder])
         self._saved = SavedStorages(storages, (*shard.parameters(), *shard.buffers()))
         self._found: dict[int, Unit] = {}
-        self._segments: dict[int, _Segment] = {}  # by the element after it, in the order of the forward
-        self._towers = Unit()  # blocks that are no elements, since the last segment
+        self._segments: dict[int, _Segment] = {}  # by the element that follows, in forward order
+        self._towers = Unit()  # blocks since the last segment that are not elements
         self._unit: Unit | None = None
-        self._last: list[torch.Tensor] = []  # returned by the last block
-        self._given: list[Any] = []  # nodes that lead to blocks: they hold the graph of the code outside
+        self._last: list[torch.Tensor] = []  # outputs of the last block
+        self._given: list[Any] = []  # nodes before blocks, which keep the graph between blocks alive
         self._inside_a_block = False
         self._replays = self._first_inside = 0
         self._renumbered: dict[int, int] = {}
         self._start = self._base = 0  # live bytes when the forward began, and after the last block
 
     def count(self, inputs: dict[str, Any]) -> ForwardCount:
-        """Run the forward with inputs and labels on the meta device, and count. Raises the forward's errors."""
+        """Run the forward on the meta device, and return its count. Raises the errors of the forward."""
         kernels = FusedKernels(self._storages)
         with warnings.catch_warnings(), kept(), torch.enable_grad(), autocast_on_meta(), self._storages, kernels, self:
             warnings.simplefilter("ignore")
@@ -140,7 +140,7 @@ class ForwardCounter(BlockReplay):
         loss = getattr(out, "loss", None) if not isinstance(out, dict) else out.get("loss")
         has_loss = isinstance(loss, torch.Tensor) and loss.requires_grad
         roots: list[Any] = [loss] if has_loss else _trained(out)
-        del out  # execute_pipeline keeps no outputs
+        del out  # execute_pipeline does not keep outputs
         if not self._segments:  # no block was called
             self._end_segment(0, roots)
         self._end_segment(_AFTER, roots)
@@ -161,7 +161,7 @@ class ForwardCounter(BlockReplay):
     # -- outside of blocks -----------------------------------------------------------------------------------------
 
     def _end_segment(self, place: int, made: Sequence[torch.Tensor]) -> None:
-        """End the code before the element ``place``, which gets ``made``."""
+        """End the segment before the element ``place``, whose inputs are ``made``."""
         storages, entries, self._saved.entries = self._storages, self._saved.entries, []
         made = [x for x in made if x.requires_grad]
         first, last = not self._segments, place == _AFTER
@@ -179,13 +179,13 @@ class ForwardCounter(BlockReplay):
             collectives=collectives_of(made, self._last if last else (), () if last else self._given),
         )
         known = self._segments.get(place)
-        if known is not None:  # a block that stands for all layers
+        if known is not None:  # the element is called several times
             unit, entries = known.unit.followed_by(unit), [*known.entries, *entries]
         self._segments[place] = _Segment(unit, entries, frozenset(map(sequence_number, halves.freed)))
         storages.operations = []
 
     def _leave_encoder(self, encoder: nn.Module, args: Any, output: Any) -> None:
-        """Count an encoder's code after its blocks as the element that the encoder is."""
+        """Count the encoder's code after its blocks as the unit of the encoder."""
         assert self._encoder is not None
         made = list(tensors_in(_values_of(output)))
         self._end_segment(self._encoder, made)
@@ -217,7 +217,7 @@ class ForwardCounter(BlockReplay):
         if unit is not None:
             unit = self._unit = replace(unit, number=self._recomputed.get(id(block)))
         if unit is not None and place is not None:
-            known = self._found.get(place)  # a block that stands for all layers
+            known = self._found.get(place)  # of an earlier call
             self._found[place] = unit if known is None else known.followed_by(unit)
         elif unit is not None:  # a tower before the blocks
             operations = [*self._towers.operations, *unit.operations]
@@ -226,7 +226,7 @@ class ForwardCounter(BlockReplay):
         return out
 
     def _measure(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block forward and backward; return its output, without a graph."""
+        """Run a block's forward and backward. Return its output without a graph."""
         storages, saved_storages = self._storages, self._saved
         outside, saved_storages.entries, self._first_inside = saved_storages.entries, [], storages.count
         operations_outside, storages.operations = storages.operations, None
@@ -237,7 +237,7 @@ class ForwardCounter(BlockReplay):
                 return tensor
             if id(tensor) not in copies:
                 leaf = tensor.detach().requires_grad_()
-                inside = leaf.clone()  # which the block may write into
+                inside = leaf.clone()  # the block may write in place
                 saved_storages.enter(inside, tensor)
                 copies[id(tensor)] = leaf, inside
             return copies[id(tensor)][1]
@@ -295,7 +295,7 @@ class ForwardCounter(BlockReplay):
             now = [self._saved.number(x) for x in arguments]
             known = dict(zip(kept.before, now, strict=True))
             self._replays += 1
-            fresh = -self._replays * 1_000_000  # each block makes its own storages
+            fresh = -self._replays * 1_000_000  # each replay has new storages
             inside = {*kept.unit.saved, *kept.unit.remembered, *kept.unit.outputs} - known.keys()
             known |= {number: fresh - number for number in inside if number > kept.first}
             self._renumbered, self._unit = known, kept.unit.renumbered(known)
@@ -305,11 +305,11 @@ class ForwardCounter(BlockReplay):
 
 
 class _Kept(NamedTuple):
-    """An output of a block that its equals repeat.
+    """An output of a block, for replay in equal blocks.
 
     Attributes:
-        before, own: The numbers of the block's arguments and of the output.
-        first: The last number that was given before the block ran.
+        before, own: The numbers of the block's arguments, and of the output.
+        first: The last number assigned before the block ran.
     """
 
     form: Form
@@ -323,7 +323,7 @@ class _Kept(NamedTuple):
 def _backward_peak(
     storages: Storages, made: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], held: int, unknown: int
 ) -> int:
-    """Return the most bytes over ``held`` in a backward; ``unknown`` if an operation's backward has no shapes."""
+    """Return the peak bytes above ``held`` in a backward; ``unknown`` if it does not run on the meta device."""
     storages.reset_peak()
     try:
         torch.autograd.grad(made, leaves, [torch.empty_like(x) for x in made], allow_unused=True)
@@ -333,7 +333,7 @@ def _backward_peak(
 
 
 def _values_of(out: Any) -> Any:
-    """Return the values of an output, also of a dataclass."""
+    """Return the values of an output, which may be a dataclass."""
     return dict(out) if hasattr(out, "keys") else vars(out) if hasattr(out, "__dataclass_fields__") else out
 
 
@@ -342,13 +342,13 @@ def _trained(out: Any) -> list[torch.Tensor]:
 
 
 class Halves(NamedTuple):
-    """The state that a split backward leaves for its second half.
+    """The state that the first half of a split backward leaves for the second half.
 
     Attributes:
-        apart: A flag, set if the backward has two halves; else the first is all of it.
-        rest: A flag, set if anything is left.
-        freed: The nodes of which nothing is left, above all edges to the side.
-        gradients: The bytes of waiting gradients, at most: some may be views of the rest.
+        apart: A flag, set if the backward can be split; else the first half is the full backward.
+        rest: A flag, set if the second half has work.
+        freed: The nodes that the first half frees.
+        gradients: An upper bound of the bytes of waiting gradients, some of which may be views.
     """
 
     apart: bool
@@ -358,7 +358,7 @@ class Halves(NamedTuple):
 
 
 def backward_halves(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Halves:
-    """Return the state that ``stage_backward_input`` would leave, without running it."""
+    """Return the state that ``stage_backward_input`` leaves, without running it."""
     graph, _, starts = way([get_gradient_edge(root) for root in roots], leaves)
     apart = not any(runs_once(node) for node in starts)
     below = nodes(starts) if apart else {}

@@ -1,4 +1,4 @@
-"""One configuration of a run and its figures: memory on each rank, time of a step, bytes sent."""
+"""Candidate configurations of a run, and their estimates: memory per rank, time per step, bytes sent."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from autopar.tools.planner.network import DATA
 
 
 class Rows(NamedTuple):
-    """The placement of sequences and experts on ranks, and one of these ranks; no rank has more than the first.
+    """The sizes that shard sequences and experts, and one rank of them. The first rank, the default, has the most.
 
     Attributes:
-        ep: The number of ranks over which experts are spread by number; 1: each expert is sharded over tp.
-        sharer: The rank's replica among the replicas that share the experts.
+        ep: The number of ranks over which experts are distributed; 1: each expert is sharded over tp.
+        sharer: The number of the rank's replica among the replicas that share experts.
     """
 
     tp: int
@@ -27,21 +27,21 @@ class Rows(NamedTuple):
 
 
 def mesh_words(tp: int, cp: int, pp: int, dp: int) -> str:
-    """Return a mesh in words, cp only if it is above 1."""
+    """Return a mesh in words, with cp only if its size is above 1."""
     return f"tp {tp}{f' x cp {cp}' if cp > 1 else ''} x pp {pp} x dp {dp}"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh, and the path of a batch through it.
+    """A mesh, and the settings for batches.
 
     Attributes:
-        schedule: The pipeline schedule; with one stage ``1f1b``.
-        microbatch: The samples of a micro-batch; ``microbatches``: the micro-batches of a replica in a step.
+        schedule: The pipeline schedule; ``1f1b`` with one stage.
+        microbatch, microbatches: The samples of a micro-batch, and the micro-batches of a replica in a step.
         saves: The operations whose results recomputed blocks keep.
-        ep: The number of ranks over which experts are spread, tp or a multiple; 1: each expert is sharded over tp.
-        every: The number of blocks out of which one is recomputed, with ``checkpointing``.
-        chunks: The number of stages on each rank; 0: the default of the schedule.
+        ep: The number of ranks over which experts are distributed, a multiple of tp; 1: experts are sharded over tp.
+        every: The interval of recomputed blocks: one block out of this many, with ``checkpointing``.
+        chunks: The number of stages per rank; 0: the default of the schedule.
     """
 
     tp: int
@@ -61,22 +61,22 @@ class Candidate:
 
     @property
     def gpus(self) -> int:
-        """The ranks of the mesh."""
+        """The number of ranks of the mesh."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def replicas(self) -> int:
-        """The ranks that hold the same shard."""
+        """The number of ranks that hold the same shard."""
         return self.dp * self.cp
 
     @property
     def sharers(self) -> int:
-        """The replicas that share the experts."""
+        """The number of replicas that share the experts."""
         return max(self.ep // self.tp, 1)
 
     @property
     def copies(self) -> int:
-        """The ranks that hold the same experts."""
+        """The number of ranks that hold the same experts."""
         return self.replicas // self.sharers
 
     @property
@@ -86,10 +86,10 @@ class Candidate:
 
     @property
     def exchanges(self) -> tuple[int, int]:
-        """The all-gathers of a weight that FSDP2 issues in a step, and the reduce-scatters of its gradient.
+        """The number of FSDP2's all-gathers of a weight in a step, and of reduce-scatters of its gradient.
 
-        ZeRO-3 gathers before each forward and backward, ZeRO-2 before the forward. With pipeline stages, ZeRO-2 gathers
-        once a step, and gradients are reduced once a step.
+        ZeRO-3 gathers before each forward and backward, and ZeRO-2 before each forward. With pipeline stages, ZeRO-2
+        gathers once per step, and both reduce gradients once per step.
         """
         count = self.microbatches
         if self.pp == 1:
@@ -106,7 +106,7 @@ class Candidate:
         return ParallelConfig.parse(self.sections(precision))
 
     def sections(self, precision: str) -> dict[str, Any]:
-        """Return the configuration as a user writes it."""
+        """Return the configuration in the form of a config file."""
         sizes: dict[str, Any] = {"tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp}
         sizes |= {"context_parallel_size": self.cp} if self.cp > 1 else {}
         sizes |= {"sequence_parallel": True} if self.sequence_parallel else {}
@@ -135,13 +135,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes by part on the rank of a stage that holds most.
+    """Bytes by category, on the rank of a stage with the highest memory.
 
     Attributes:
         activations, logits: The saved tensors of all micro-batches that wait for their backward.
         work: The temporary bytes of the running operation.
-        buffers: The model's buffers, messages, and what FSDP2 gathers.
-        step: The temporary bytes of the optimizer's step, or a bucket of gradients before it, without activations.
+        buffers: The bytes of model buffers, messages and FSDP2's gathered weights.
+        step: The temporary bytes of the optimizer step or of a gradient bucket, whichever is larger.
         reserve: The bytes of CUDA and NCCL.
     """
 
@@ -157,12 +157,12 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """The most bytes at one time: in the backward, or after it."""
+        """The peak bytes, in the backward or in the optimizer step."""
         states = self.weights + self.gradients + self.optimizer + self.buffers + self.reserve
         return states + max(self.activations + self.logits + self.work, self.step)
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes by part at the moment when most is held."""
+        """Return the bytes by category at the peak."""
         found = asdict(self)
         step = found.pop("step")
         if step > self.activations + self.logits + self.work:
@@ -172,18 +172,18 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The figures of a candidate.
+    """The estimate of a candidate.
 
     Attributes:
         memory: The memory of each rank of the pipeline.
-        time: The seconds of a step; ``parts``: its parts by purpose.
-        hidden: The seconds of communication by axis that overlap with work.
+        time, parts: The seconds of a step, in total and by purpose.
+        hidden: The seconds of communication that overlap with work, by axis.
         bubble: The fraction of the pipeline's time in which ranks wait.
-        bytes: The bytes that a rank sends in a step, by axis; the most of any rank.
-        flops: The model's operations in a step, without recomputation.
-        mfu: The fraction of the GPUs' peak.
-        tokens_per_second: The tokens of all GPUs.
-        stored: The bytes of a checkpoint with the optimizer's state; ``save`` and ``load``: the seconds that it takes.
+        bytes: The bytes that a rank sends in a step, by axis; the maximum over ranks.
+        flops: The model's FLOPs in a step, without recomputation.
+        mfu: The model FLOPs utilization, a fraction of the GPUs' peak.
+        tokens_per_second: The tokens per second of all GPUs.
+        stored, save, load: The bytes of a checkpoint with optimizer state, and the seconds to save and to load it.
     """
 
     candidate: Candidate
@@ -202,27 +202,27 @@ class Estimate:
 
     @property
     def time_range(self) -> tuple[float, float]:
-        """The seconds of a step between which published runs lie, for such an estimate."""
+        """The range of a step's seconds, from the spread of published runs around their estimates."""
         spread = 1 + DATA["assumed"]["spread"]["time"]
         return self.time / spread, self.time * spread
 
     @property
     def memory_range(self) -> tuple[float, float]:
-        """The bytes on the rank that holds most: as counted, and with fragmentation."""
+        """The peak bytes over all ranks, without and with fragmentation."""
         return float(self.peak.total), self.peak.total * (1 + DATA["assumed"]["spread"]["memory"])
 
     @property
     def time_without_overlap(self) -> float:
-        """The seconds of a step if no communication were hidden."""
+        """The seconds of a step without any overlap."""
         return self.time + sum(seconds for _, seconds in self.hidden)
 
     @property
     def peak(self) -> RankMemory:
-        """The memory of the rank that holds most."""
+        """The memory of the rank with the highest total."""
         return max(self.memory, key=lambda memory: memory.total)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return plain data for JSON."""
         return {
             **asdict(self.candidate),
             "memory": [{**memory.parts(), "total": memory.total} for memory in self.memory],

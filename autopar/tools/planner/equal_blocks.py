@@ -1,11 +1,11 @@
-"""Equal blocks of a model: one of them is measured on the meta device, and the rest repeats its result.
+"""Find equal blocks of a model. Run one of them on the meta device, and replay its result for the other blocks.
 
-Blocks are equal that consist of the same modules, with equal attributes, parameters of the same shapes, and the same
-rules in a plan. Only a number that counts the blocks (``layer_idx``) may differ.
+Equal blocks have the same modules, with equal attributes, parameters of the same shapes, and the same rules in a plan.
+Only the number of the block (``layer_idx``) may differ.
 
-A block repeats a result only where the arguments have the same structure, shapes and properties, and where the block
-that computed it neither extended a list among its arguments nor returned a view of them. Everything else is computed.
-Code around the blocks always runs, once for each block.
+A block replays a result only if its arguments have the same structure, shapes and properties. A result is not replayed
+if its block appended to a list among the arguments or returned a view of an argument. Code around the blocks always
+runs.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _LISTS = (nn.ModuleList, nn.Sequential)  # exactly these: a subclass may have a 
 _EVERY_MODULE = frozenset(vars(nn.Module()))  # hooks, modules and tensors, which are compared separately
 
 Paths = tuple[str, ...]
-"""Paths of blocks that are equal, in forward order."""
+"""Paths of equal blocks, in forward order."""
 
-_Facts = dict[tuple[str, str], Any]  # a module's path in its block, and an attribute -> its comparable value
+_Facts = dict[tuple[str, str], Any]  # path of a module in its block, and attribute -> comparable value
 
 
 def equal_blocks(model: nn.Module, plan: Plan) -> list[Paths]:
-    """Find the blocks of ``model`` that are equal, also by their rules, layouts and attributes in ``plan``.
+    """Return groups of equal blocks. Their rules, layouts and attributes in ``plan`` are equal, too.
 
-    None are in a model that is configured to collect values from inside of blocks (attention weights).
+    The list is empty if the model's config collects values from inside blocks, for example attention weights.
     """
     configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
     settings = (pair for config in configs.values() for pair in getattr(config, "__dict__", {}).items())
@@ -55,7 +55,7 @@ def equal_blocks(model: nn.Module, plan: Plan) -> list[Paths]:
     for each in plan.attributes:
         attributes.setdefault(each.path, []).append((each.name, each.whole, each.values, each.where))
     found: list[Paths] = []
-    below = ""  # a list whose blocks were compared: the lists inside of them are not
+    below = ""  # the last compared list; skip the lists inside its blocks
     for path, module in model.named_modules():
         if type(module) in _LISTS and len(module) > 1 and not (below and path.startswith(below)):
             start = f"{path}." if path else ""
@@ -77,7 +77,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _facts(path: str, block: nn.Module, plan: Plan, attributes: dict[str, list[Any]]) -> _Facts:
-    """Return the facts that a ``forward`` could depend on, by module and attribute."""
+    """Return the properties that a ``forward`` may depend on, by module and attribute."""
     facts: _Facts = {}
     for inner, module in block.named_modules():
         place = f"{path}.{inner}" if inner else path
@@ -89,16 +89,16 @@ def _facts(path: str, block: nn.Module, plan: Plan, attributes: dict[str, list[A
         )
         for name, value in vars(module).items():
             if name == "kwargs" and is_adapted(module):
-                continue  # with the layer's own name: PEFT notes how it was made, and reads none of it again
+                continue  # PEFT stores the constructor's arguments with the layer's name, and never reads them
             if name not in _EVERY_MODULE and not name.startswith("_autopar"):
                 facts[inner, name] = _comparable(value)
     return facts
 
 
 def _groups(blocks: list[tuple[str, int, _Facts]]) -> list[Paths]:
-    """Return the groups of equal blocks, each given by path, number and facts; blocks that equal no other are in none.
+    """Return the groups of two or more equal ``blocks``, which are given by path, number and facts.
 
-    An attribute that is the block's number in all of them is not compared.
+    An attribute that equals the block's number in every block is not compared.
     """
     compared_places = {place for _, number, facts in blocks for place, value in facts.items() if value != (int, number)}
     kinds: list[tuple[_Facts, list[str]]] = []
@@ -112,24 +112,24 @@ def _groups(blocks: list[tuple[str, int, _Facts]]) -> list[Paths]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return the form in which attributes are compared: containers by their text, other objects by identity."""
+    """Return the comparable form of an attribute: the ``repr`` of containers, the identity of other objects."""
     if isinstance(value, torch.Tensor):
         return (type(value), *form_of(value))
     if isinstance(value, PLAIN):
-        return type(value), value  # 1, 1.0 and True are not the same
-    containers = (list, tuple, set, frozenset, dict, functools.partial)  # partial: an activation with its form
+        return type(value), value  # 1, 1.0 and True differ
+    containers = (list, tuple, set, frozenset, dict, functools.partial)  # partial: an activation with its arguments
     return (type(value), repr(value)) if isinstance(value, containers) else id(value)
 
 
 class _Known(NamedTuple):
-    """Structure and leaves of a block's result: the place of an argument (-1: None), or the output that was kept."""
+    """Structure and leaves of a block's result. A leaf is the place of an argument (-1: None), or a kept output."""
 
     outputs: list[tuple[int | None, Any]]
     structure: TreeSpec
 
 
 class BlockReplay(ABC):
-    """The replay of the equal blocks of one copy of a model, which is on the meta device. A context manager."""
+    """A context manager that replays equal blocks in one copy of a model on the meta device."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Paths]) -> None:
         self._known: dict[Any, _Known] = {}
@@ -153,16 +153,16 @@ class BlockReplay(ABC):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for block in self._blocks:  # their own forward again
+        for block in self._blocks:  # restore the original forward
             vars(block).pop("forward", None)
 
     @abstractmethod
     def keep(self, output: torch.Tensor, arguments: list[torch.Tensor]) -> Any:
-        """Return the data from which :meth:`make` makes an output again."""
+        """Return the data from which :meth:`make` recreates an output."""
 
     @abstractmethod
     def make(self, kept: Any, arguments: list[torch.Tensor]) -> torch.Tensor:
-        """Return a tensor like the output that was kept, of another block with other arguments."""
+        """Return a tensor like the kept output, for an equal block with different arguments."""
 
     def _call(self, block: nn.Module, group: int, forward: Any, args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
@@ -199,7 +199,7 @@ class BlockReplay(ABC):
 
 
 def _key(group: int, leaves: list[Any], structure: TreeSpec) -> Any:
-    """Return all that a block's result depends on; None if that is not known."""
+    """Return a key of all values that a block's result depends on; None if they are unknown."""
     parts: list[Any] = [group, structure]
     first: dict[int, int] = {}
     for place, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""Memory and time of one candidate: states from the plan, activations as counted, the schedule played."""
+"""Estimate memory and time of a candidate, from the plan, the counted activations and a replay of the schedule."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from autopar.tools.planner.stage_costs import StageCost, stage_costs
 T = TypeVar("T")
 
 _RESERVE = 1_500_000_000  # bytes of a CUDA context, its kernels and NCCL's buffers
-_BUCKET = 32 * 1024 * 1024  # in which gradients are averaged
+_BUCKET = 32 * 1024 * 1024  # bytes of a gradient bucket
 _STREAM = DATA["assumed"]["stream"]
-_BACKWARD = 2 / 3  # of the work of a micro-batch
-_STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments and weight, read and written
+_BACKWARD = 2 / 3  # fraction of a micro-batch's work
+_STEP_BYTES = 32  # moved by AdamW per element: gradient, both moments and weight, read and written
 
 
 def _enough(candidate: Candidate) -> int:
-    """Return a number of micro-batches at which the most of them wait; with more of them a schedule only repeats."""
+    """Return the number of micro-batches after which peak memory no longer grows."""
     if candidate.schedule == "gpipe":
         return candidate.microbatches
     return min(candidate.microbatches, 3 * candidate.pp + candidate.microbatches % candidate.pp)
 
 
 class Exchange(NamedTuple):
-    """Calls of one kind between ranks that hold the same shards; ``size`` counts the full tensors of all calls."""
+    """Collectives of one kind between replicas; ``size``: the bytes of the full tensors of all calls."""
 
     kind: str
     size: int
@@ -49,11 +49,11 @@ class Exchange(NamedTuple):
 
 @dataclass
 class Estimator:
-    """Estimates candidates of one model on one kind of machine.
+    """Estimator of candidates for one model on one kind of machine.
 
     Attributes:
-        device: ``cuda``, or ``cpu``, where nothing is reserved and AdamW steps one tensor at a time.
-        given: The configuration to estimate; None: the configurations of the candidates.
+        device: ``cuda``, or ``cpu``, which reserves no memory and has no ``foreach`` optimizer.
+        given: A configuration that replaces the configurations of candidates, or None.
     """
 
     model: PlannedModel
@@ -74,9 +74,9 @@ class Estimator:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def memory(self, candidate: Candidate) -> tuple[RankMemory, ...]:
-        """Return the memory of each rank of the pipeline, on the tp and dp ranks that hold most.
+        """Return the memory of each rank of the pipeline, on the tp and dp ranks with the highest memory.
 
-        Raises AutoparError if the sizes do not fit the model, or it does not run on the meta device.
+        Raises AutoparError if the model does not support the sizes, or does not run on the meta device.
         """
         costs = self._costs(candidate)
         key = ("peaks", id(costs), candidate.pp, candidate.schedule, candidate.chunks, _enough(candidate))
@@ -85,7 +85,7 @@ class Estimator:
         return tuple(self._memory(candidate, rank, held, peak) for rank, (held, peak) in enumerate(pairs))
 
     def kept(self, candidate: Candidate, tp: int, cp: int, sharer: int = 0) -> list[int]:
-        """Return the most bytes that wait for backwards at one time, of each rank of the pipeline."""
+        """Return the peak bytes that wait for the backward, for each rank of the pipeline."""
         costs = self._costs(candidate, candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer))
         moments = self._moments(candidate, costs)
         return [max((kept_bytes(state, costs) for state in states), default=0) for states in moments]
@@ -94,12 +94,12 @@ class Estimator:
         buffers = held.buffers
         if candidate.pp > 1:
             costs = self._costs(candidate)
-            buffers += 2 * max(cost.output for cost in costs)  # a message that leaves, one that comes
+            buffers += 2 * max(cost.output for cost in costs)  # one sent message, and one received
         bucket = 0
         if candidate.fully_sharded and candidate.replicas > 1:
             buffers += self._gathered(candidate, rank)
         elif candidate.replicas > 1:
-            alone = held.expert_gradients if candidate.copies == 1 else 0  # no other rank holds these
+            alone = held.expert_gradients if candidate.copies == 1 else 0  # these have no replicas
             bucket = min(max(_BUCKET, held.largest), held.gradients - alone)
         cuda = self.device == "cuda"
         foreach = 4 * held.stepped if cuda and not held.host and self.model.optimizer.startswith("adam") else 0
@@ -107,10 +107,10 @@ class Estimator:
         return RankMemory(*states, *peak, buffers, max(bucket, foreach), _RESERVE if cuda else 0)
 
     def _gathered(self, candidate: Candidate, rank: int) -> int:
-        """Return the bytes that FSDP2 gathers from other ranks.
+        """Return the bytes of FSDP2's full weights and gradients.
 
-        ZeRO-3 gathers two blocks and the weights outside of blocks, ZeRO-2 all weights. Gradients of one block wait in
-        its dtype and in fp32; with pipeline stages, gradients of all weights wait for the end of a pass.
+        ZeRO-3 gathers two blocks and the weights outside of blocks. ZeRO-2 gathers all weights. The gradients of one
+        block exist in the block's dtype and in fp32. With pipeline stages, all gradients wait for the end of a pass.
         """
         width = 4 if self.model.precision == "fp32" else 2
         largest, full, outside = self._unsharded(candidate, rank)
@@ -137,11 +137,11 @@ class Estimator:
             states, config = self.model.states(c.tp, c.ep), self._config(c)
             return [states.of_rank(stages, config, 0, rank, None, c.replicas) for rank in range(c.pp)]
 
-        # Several schedules have the same stages.
+        # Several schedules share the same stages.
         return self._once(("states", c.tp, c.ep, c.replicas, c.zero, cp, stages.bounds, stages.rank_of), make)
 
     def _costs(self, candidate: Candidate, place: Rows | None = None) -> list[StageCost]:
-        """Return the costs of the stages on one rank of each, by default on the first."""
+        """Return the costs of each stage on one rank; the default is the first rank."""
         c, stages, rows = candidate, self._stages(candidate), candidate.rows if place is None else place
         every = c.every if c.checkpointing else 0
 
@@ -161,19 +161,19 @@ class Estimator:
     # -- time ------------------------------------------------------------------------------------------------------
 
     def least_time(self, candidate: Candidate) -> float:
-        """Return the seconds of a step without bubbles, on the rank that works most."""
+        """Return the seconds of a step without bubbles, on the busiest rank."""
         _, after = self._after(candidate)
         return candidate.microbatches * max(self._busy(candidate)) + sum(after.values())
 
     def _busy(self, candidate: Candidate, *, alone: bool = False) -> list[float]:
-        """Return the seconds that each rank works on a micro-batch; ``alone``: without collectives."""
+        """Return the seconds of work of each rank for a micro-batch; ``alone``: without collectives."""
         busy = [0.0] * candidate.pp
         for cost, rank in zip(self._costs(candidate), self._stages(candidate).rank_of, strict=True):
             busy[rank] += cost.alone if alone else sum(cost.time_of(Action(kind, 0, 0)) for kind in "FB")
         return busy
 
     def _played(self, candidate: Candidate, microbatches: int) -> float:
-        """Return the seconds of the candidate's schedule with a number of micro-batches."""
+        """Return the seconds of the candidate's schedule with ``microbatches`` micro-batches."""
         costs = self._costs(candidate)
         output = max((cost.output for cost in costs), default=0)
         ends = Group(2, 1 if candidate.gpus <= self.node.gpus else 2)
@@ -186,7 +186,7 @@ class Estimator:
         return self._once(("played", replace(candidate, microbatches=microbatches, zero=0)), make)
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Estimate a candidate. Raises as :meth:`memory`."""
+        """Estimate a candidate. Raises the errors of :meth:`memory`."""
         memory = self.memory(candidate)
         run = step_time(lambda m: self._played(candidate, m), candidate.microbatches, candidate.pp)
         hidden, after = self._after(candidate)
@@ -219,9 +219,9 @@ class Estimator:
     def _stored(self, candidate: Candidate) -> tuple[int, float, float]:
         """Return the bytes of a checkpoint, and the seconds to save and to load it.
 
-        All ranks write equally much, and each reads its own shards.
+        All ranks write equally many bytes. Each rank reads its shards.
         """
-        c = replace(candidate, zero=max(candidate.zero, 1))  # with the run's master weights
+        c = replace(candidate, zero=max(candidate.zero, 1))  # includes the master weights
         states, stages = self.model.states(1), self.model.plans.stages(1)
         one = self._once(("stored", c.zero), lambda: states.of_rank(stages, self._config(c), 0, 0, 0, 1))
         total = one.weights + one.optimizer + one.host
@@ -230,10 +230,10 @@ class Estimator:
         return total, total / nodes / self.node.storage, held * min(c.gpus, self.node.gpus) / self.node.storage
 
     def _after(self, candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the hidden seconds of the exchange between replicas, and the seconds that follow the backward.
+        """Return the seconds of replica communication that overlap with work, and the seconds after the backward.
 
-        This is the one place that says which exchange of replicas overlaps with work: FSDP2's, and the average of
-        gradients with the last backward. The optimizer and the weights of ZeRO 1 overlap with nothing.
+        FSDP2's communication overlaps with all work. Gradient averaging overlaps with the last backward. The optimizer
+        step and the weight exchange of ZeRO-1 do not overlap.
         """
         stepped = max(state.stepped for state in self._states(candidate))
         optimizer = stepped * _STEP_BYTES / (self.gpu.bandwidth * _STREAM)
@@ -246,21 +246,21 @@ class Estimator:
         if not candidate.fully_sharded:
             averaged = sum(seconds for kind, seconds in spent if kind == "all_reduce")
             shown = total - averaged + exposed(averaged, work * _BACKWARD)
-        elif candidate.pp > 1 and candidate.zero == 2:  # weights come before all work, gradients after it
+        elif candidate.pp > 1 and candidate.zero == 2:  # gathers come before all work, reductions after it
             shown = total
         else:
             shown = exposed(total, work * candidate.microbatches)
         return {"dp": total - shown}, {"dp": shown, "optimizer": optimizer}
 
     def _exchanges(self, candidate: Candidate) -> list[Exchange]:
-        """Return the calls of a step between ranks that hold the same shards, on the rank that sends most.
+        """Return the collectives of a step between replicas, on the rank that sends the most bytes.
 
-        FSDP2 sends weights and gradients as often as :attr:`Candidate.exchanges` says, except weights outside of
-        blocks: once for forward and backward together.
+        FSDP2 exchanges weights and gradients :attr:`Candidate.exchanges` times. It gathers weights outside of blocks
+        only once for forward and backward together.
         """
         c, states, per_node = candidate, self._states(candidate), self.node.gpus
         everyone = Group.of(c.replicas, c.tp, per_node)
-        copies = Group.of(c.copies, c.tp * c.sharers, per_node)  # of the experts that replicas share
+        copies = Group.of(c.copies, c.tp * c.sharers, per_node)  # for experts that are distributed over replicas
         if c.fully_sharded:
             width, held = 4 if self.model.precision == "fp32" else 2, max(states, key=lambda each: each.parameters)
             gathers, reduces = c.exchanges
@@ -294,17 +294,17 @@ class Estimator:
             for axis, travel in cost.travel.items():
                 sent[axis][rank] += travel.bytes * candidate.microbatches
             if stage + 1 < len(costs) and rank_of[stage + 1] != rank:
-                for end in (rank, rank_of[stage + 1]):  # the output, and its gradient
+                for end in (rank, rank_of[stage + 1]):  # sends the output, and receives its gradient
                     sent["pp"][end] += cost.output * candidate.microbatches
         dp = sum(each.sent for each in self._exchanges(candidate))
         return (*((axis, max(ranks)) for axis, ranks in sent.items()), ("dp", dp))
 
 
-# -- schedules, played with the times of the stages -------------------------------------------------------------------
+# -- replay of schedules with the times of the stages -----------------------------------------------------------------
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes of a rank's micro-batches at its peak; ``activations`` includes gradients that wait in a split backward."""
+    """Bytes of a rank's micro-batches at the peak; ``activations`` includes waiting gradients of split backwards."""
 
     activations: int
     logits: int
@@ -312,17 +312,17 @@ class ActivationBytes(NamedTuple):
 
 
 class State(NamedTuple):
-    """A moment in one rank's list of actions."""
+    """The state of one rank at one of its actions."""
 
     forward: bool
     stage: int
-    waiting: tuple[tuple[int, int, int], ...]  # stage, micro-batches that wait for a backward, or for its second half
+    waiting: tuple[tuple[int, int, int], ...]  # stage, micro-batches before the backward, and before its second half
 
 
 def states_of(actions: Sequence[Action], recomputed: Sequence[bool]) -> list[State]:
-    """Return the moments of one rank's list that may need most: at no other one the same runs and more waits.
+    """Return the moments of one rank's list at which memory may peak. Moments with strictly less memory are dropped.
 
-    In stages with ``recomputed`` blocks the first half of a backward is all of it.
+    In stages with ``recomputed`` blocks the first half of a backward is the full backward.
     """
     waiting, late = Counter[int](), Counter[int]()
     found: dict[tuple[bool, int], list[State]] = {}
@@ -341,13 +341,13 @@ def states_of(actions: Sequence[Action], recomputed: Sequence[bool]) -> list[Sta
 
 
 def _covers(row: Sequence[tuple[int, int, int]], other: Sequence[tuple[int, int, int]]) -> bool:
-    """Return whether no stage of ``other`` has more that waits; both come from one list and share its stage order."""
+    """Return whether at least as much waits in each stage of ``row`` as in ``other``. Both have one stage order."""
     pairs = zip(row, other, strict=False)
     return len(row) >= len(other) and all(full >= f and late >= la for (_, full, late), (_, f, la) in pairs)
 
 
 def peak_of(states: Sequence[State], costs: Sequence[StageCost]) -> ActivationBytes:
-    """Return the most that the micro-batches of one rank need at one time."""
+    """Return the peak bytes of one rank's micro-batches."""
     most = ActivationBytes(0, 0, 0)
     for state in states:
         logits = sum(costs[s].logits * full + costs[s].late_logits * late for s, full, late in state.waiting)
@@ -359,21 +359,21 @@ def peak_of(states: Sequence[State], costs: Sequence[StageCost]) -> ActivationBy
 
 
 def kept_bytes(state: State, costs: Sequence[StageCost]) -> int:
-    """Return the bytes that wait for backwards at a moment."""
+    """Return the bytes that wait for the backward at a moment."""
     return sum(costs[s].kept * full + costs[s].late * late for s, full, late in state.waiting)
 
 
 def play(
     lists: Sequence[Sequence[Action]], stages: int, time_of: Callable[[Action], float], message: float = 0.0
 ) -> float:
-    """Return the seconds of a schedule that runs as in the engine: in order, each action after its inputs.
+    """Return the seconds of a schedule. As in the engine, actions run in order, and each waits for its inputs.
 
     Args:
-        lists: The lists of :func:`~autopar.pipeline_parallel.schedule.make_schedule`, one a rank.
+        lists: The actions of each rank, from :func:`~autopar.pipeline_parallel.schedule.make_schedule`.
         message: The seconds of a message between two ranks.
 
     Raises:
-        ValueError: If all ranks wait.
+        ValueError: If the schedule deadlocks.
     """
     ends: dict[Action, float] = {}
     rank_of = {action.stage: rank for rank, row in enumerate(lists) for action in row}
@@ -388,12 +388,12 @@ def play(
                 free[rank] = max([free[rank], *arrivals]) + time_of(action)
                 ends[action._replace(kind="B") if action.kind == "I" else action] = free[rank]
         if sum(map(len, left)) == before:
-            raise ValueError(f"the schedule cannot be run: {before} actions wait for each other")
+            raise ValueError(f"the schedule deadlocks: {before} actions wait for each other")
     return max(free)
 
 
 def _inputs(action: Action, stages: int) -> list[Action]:
-    """Return the actions that must have ended before; ``B`` is also the first half of a split backward."""
+    """Return the actions that must end before ``action``. ``B`` also denotes the first half of a split backward."""
     kind, stage, m = action
     if kind == "F":
         return [Action("F", stage - 1, m)] if stage else []
@@ -405,7 +405,7 @@ def _inputs(action: Action, stages: int) -> list[Action]:
 def step_time(time_with: Callable[[int], float], microbatches: int, ranks: int) -> float:
     """Return the seconds of a schedule with many micro-batches.
 
-    From some number on, each further round of ``ranks`` micro-batches takes as long as the last one.
+    After some rounds, each additional round of ``ranks`` micro-batches takes equally long.
     """
     few = 4 * ranks + microbatches % ranks
     if microbatches <= few + 2 * ranks:

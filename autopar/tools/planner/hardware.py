@@ -1,4 +1,4 @@
-"""Machines by name: GPUs with their memory and speeds, in nodes with a network (``hardware.yaml``)."""
+"""Find machines by name: nodes with GPUs and a network, from ``hardware.yaml``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autopar.tools.planner.network import DATA, Network
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU; bytes, bytes a second and operations a second.
+    """A GPU.
 
     Attributes:
-        flops: The speed of dense half-precision products; ``flops_fp32``: of products in fp32 (TF32 is off by default).
-        bandwidth: The speed of the memory.
-        products: The fraction of ``flops`` that the best product reaches.
+        memory, bandwidth: The memory in bytes, and its bandwidth in bytes per second.
+        flops, flops_fp32: The peak FLOP/s of dense matmuls in half precision, and in fp32 (TF32 is off by default).
+        products: The fraction of ``flops`` that the fastest matmul reaches.
     """
 
     name: str
@@ -29,13 +29,13 @@ class Gpu:
     products: float
 
     def peak(self, precision: str) -> float:
-        """Return the operations a second of products in a precision."""
+        """Return the peak FLOP/s of matmuls in a precision."""
         return self.flops_fp32 if precision == "fp32" else self.flops
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine with GPUs, connected to equal machines; ``storage``: bytes a second that it writes, or reads."""
+    """A machine with GPUs, connected to equal machines; ``storage``: bytes per second of reads and of writes."""
 
     name: str
     gpu: Gpu
@@ -50,7 +50,7 @@ _PER_NODE = 8
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """Return the GPU that a device's name names, as ``NVIDIA A100-SXM4-80GB`` does; None if none is known."""
+    """Return the GPU for a device name, for example ``NVIDIA A100-SXM4-80GB``; None if the name has no known GPU."""
     words = re.split(r"[\s-]+", device.lower())
     named = {*words, *(first + second for first, second in pairwise(words))}
     return next((GPUS[name] for name in sorted(GPUS, key=len, reverse=True) if name in named), None)
@@ -60,8 +60,8 @@ def find_gpu(name: str) -> Gpu:
     """Return a GPU by its name. Raises ConfigError if the name is unknown."""
     if name not in GPUS:
         raise ConfigError(
-            f"gpu={name!r} is not known.{nearest(name, GPUS)} Known: {', '.join(GPUS)}. For another GPU take the "
-            "nearest, with --gpu-memory, --tflops and --memory-bandwidth of its data sheet"
+            f"gpu={name!r} is not known.{nearest(name, GPUS)} Known: {', '.join(GPUS)}.\n  For a different GPU use a "
+            "similar one, and set --gpu-memory, --tflops and --memory-bandwidth from its data sheet."
         )
     return GPUS[name]
 
@@ -75,19 +75,19 @@ FIGURES = {
     "latency": ("latency", 1e-6),
     "storage_bandwidth": ("storage", 1e9),
 }
-"""Options that replace a figure of a machine -> its field and unit."""
+"""Option that overrides a property of a machine -> its field and unit."""
 
 
 def find_node(name: str = "dgx-h100", gpus_per_node: int | None = None, **figures: float | None) -> Node:
-    """Return a machine by its name, with the given figures replaced.
+    """Return a machine by its name, with some properties overridden.
 
     Args:
-        name: The name of a machine (``dgx-h100``), a number of GPUs of one kind (``4xl40s``), or a GPU: eight of them.
-        gpus_per_node: The number of GPUs.
-        figures: The figures of :data:`FIGURES`: memory in GB, speeds in TFLOP/s and GB/s, latency in microseconds.
+        name: The name of a machine (``dgx-h100``), a number of equal GPUs (``4xl40s``), or a GPU (eight GPUs).
+        gpus_per_node: The number of GPUs per node.
+        figures: The overrides of :data:`FIGURES`: memory in GB, speeds in TFLOP/s and GB/s, latency in microseconds.
 
     Raises:
-        ConfigError: If the name is unknown, or a figure is not above 0.
+        ConfigError: If the name is unknown, or an override is not positive.
     """
     nodes: dict[str, str] = DATA["nodes"]
     form = re.fullmatch(r"(\d+)x(\w+)", nodes.get(name, name))
@@ -95,9 +95,9 @@ def find_node(name: str = "dgx-h100", gpus_per_node: int | None = None, **figure
     kind = f"rtx{kind}" if f"rtx{kind}" in GPUS else kind
     if kind not in GPUS and not form and name not in nodes:
         raise ConfigError(
-            f"node={name!r} is not known.{nearest(name, [*nodes, *GPUS])} Known: {', '.join(nodes)}; or COUNTxGPU, as "
-            f"4xl40s, with one of {', '.join(GPUS)}. For another machine take the nearest, with the figures of its "
-            "data sheets: --gpu-memory, --tflops, --memory-bandwidth, --intra-node-bandwidth, --inter-node-bandwidth"
+            f"node={name!r} is not known.{nearest(name, [*nodes, *GPUS])} Known: {', '.join(nodes)}; or COUNTxGPU, for "
+            f"example 4xl40s, with one of {', '.join(GPUS)}.\n  For a different machine use a similar one, and set "
+            "--gpu-memory, --tflops, --memory-bandwidth, --intra-node-bandwidth and --inter-node-bandwidth."
         )
     if count < 1 or (gpus_per_node is not None and gpus_per_node < 1):
         raise ConfigError(f"gpus-per-node must be at least 1, not {count if count < 1 else gpus_per_node}")

@@ -1,4 +1,4 @@
-"""``plan_memory``: the memory of a configuration on every rank, before it runs."""
+"""Plan the memory of a configuration on every rank, before the run: ``plan_memory``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class MemoryPlan:
 
     Attributes:
         ranks: The exact bytes of weights, gradients, optimizer state and buffers by ``(pp, dp, tp)``. With context
-            parallelism the second place counts dp x cp, cp first. Experts that replicas share lie over dp, too.
-        kept: The most bytes by ``(pp, dp, tp)`` that wait for backwards at one time: tensors that autograd has saved,
-            and outputs that were sent. Exact for micro-batches of one size.
-        stages: All parts for each rank of the pipeline, on the tp and dp ranks that hold most.
+            parallelism ``dp`` counts all dp x cp ranks, cp first.
+        kept: The peak bytes by ``(pp, dp, tp)`` that wait for the backward: tensors saved by autograd, and sent
+            outputs. The numbers are exact for micro-batches of one size.
+        stages: The memory of each rank of the pipeline, on the tp and dp ranks with the highest memory.
     """
 
     ranks: Mapping[tuple[int, int, int], RankBytes]
@@ -39,7 +39,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> RankMemory:
-        """Memory of the rank that holds most."""
+        """Memory of the rank with the highest total."""
         return max(self.stages, key=lambda memory: memory.total)
 
     def __str__(self) -> str:
@@ -61,25 +61,25 @@ def plan_memory(
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
     device: str = "cuda",
 ) -> MemoryPlan:
-    """Plan the memory of each rank for a step of ``execute_pipeline``; no process group, no weights, nothing changes.
+    """Plan the memory of each rank for a step of ``execute_pipeline``, without process groups or weights.
 
-    Weights, gradients and the optimizer's state are exact. Activations are the tensors that each rank's forward saves,
-    counted on the meta device at these sizes; temporary memory is the largest of any block. Experts get equally many
-    tokens.
+    The bytes of weights, gradients and optimizer state are exact. Activations are the tensors that each rank's forward
+    saves, counted on the meta device at these sizes. Temporary memory is the maximum over blocks. Experts get equally
+    many tokens.
 
     Args:
-        model: A Hugging Face model, in memory or built inside :func:`autopar.lazy_init`; only read. Adapters of PEFT
-            and quantized weights are counted.
+        model: A Hugging Face model, in memory or built inside :func:`autopar.lazy_init`. It is only read. PEFT
+            adapters and quantized weights are counted.
         config: The configuration, as in :func:`autopar.initialize`.
         sequence: The tokens of each sample.
         batch: The samples of a replica in a step.
-        gpus: The number of ranks; by default one replica, or as many replicas as share the experts.
-        optimizer: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``, given to ``initialize``.
+        gpus: The number of ranks. Default: one replica, or all replicas that share experts.
+        optimizer: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``, as passed to ``initialize``.
         policy: The policy, as in :func:`autopar.initialize`.
         device: ``cuda``, where CUDA and NCCL reserve memory, or ``cpu``.
 
     Raises:
-        ConfigError, PolicyError, UnsupportedModelError: As ``initialize``; or if the model does not run without data.
+        ConfigError, PolicyError, UnsupportedModelError: As in ``initialize``, or if no dry run is possible.
     """
     parsed = ParallelConfig.parse(config)
     if batch < 1:
@@ -103,7 +103,7 @@ def plan_memory(
         if parsed.activation_checkpointing:
             planned.check_checkpointing()
         size, count = parsed.pipeline.microbatch_size, parsed.pipeline.num_microbatches
-        size = min(size or batch, batch) if count is None else -(-batch // min(count, batch))  # of the largest one
+        size = min(size or batch, batch) if count is None else -(-batch // min(count, batch))  # the largest one
         count = -(-batch // size) if count is None else min(count, batch)
         candidate = Candidate(
             *(tp, pp, replicas, parsed.pipeline.schedule, size, count, parsed.zero_stage),
@@ -121,11 +121,11 @@ def plan_memory(
             for p, d, t in itertools.product(range(pp), range(candidate.replicas), range(tp))
         }
         first = list(range(tp))
-        if candidate.ep == 1:  # tp ranks with equal shards are counted once
+        if candidate.ep == 1:  # count equal shards only once
             tensors = planned.plans.tensors(tp).tensors.values()
             shapes = [[tensor.local_shape(rank) for tensor in tensors] for rank in first]
             first = [shapes.index(own) for own in shapes]
-        places = cp * candidate.sharers  # on the axis of cp, then among the replicas that share experts
+        places = cp * candidate.sharers  # cp ranks, then replicas that share experts
         found = {(t, c): estimator.kept(candidate, first[t], c % cp, c // cp) for t in range(tp) for c in range(places)}
         kept = {(p, d, t): found[t, d % places][p] for p, d, t in ranks}
         return MemoryPlan(ranks, kept, estimator.memory(candidate))

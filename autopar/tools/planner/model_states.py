@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state on each rank: exact, from the shards and stages of the plan."""
+"""Count the exact bytes of weights, gradients and optimizer state on each rank, from a plan's shards and stages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from autopar.plan.stages import StagePlan
 from autopar.stored import Kind, StandIn
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
-"""Name -> tensors of the parameter's size that it keeps. Adam also keeps its step, 4 bytes a parameter."""
+"""Optimizer -> number of state tensors per parameter, each of the parameter's size. Adam also keeps a 4-byte step."""
 
 
 class RankBytes(NamedTuple):
     """Bytes on one rank.
 
     Attributes:
-        optimizer: The optimizer's state on the GPU, with fp32 weights; ``host``: its part in the CPU's memory.
-        parameters: The elements of the weights; ``stepped``: the elements that the rank's optimizer steps.
-        largest: The bytes of the largest gradient that is averaged.
-        expert_weights, expert_gradients: The bytes of experts that replicas share; other ranks hold copies.
+        optimizer, host: The bytes of optimizer state on the GPU and in CPU memory, including fp32 master weights.
+        parameters, stepped: The numbers of elements of the weights, and of elements that the rank's optimizer updates.
+        largest: The bytes of the largest averaged gradient.
+        expert_weights, expert_gradients: The bytes of experts that are distributed over replicas.
     """
 
     weights: int
@@ -48,18 +48,18 @@ class _Parameter(NamedTuple):
     name: str  # canonical
     shape: tuple[int, ...]
     dtype: torch.dtype  # before precision
-    half: bool  # whether precision makes it half
+    half: bool  # whether ``precision`` casts it to half precision
     trained: bool
     quantized: Kind | None = None
 
 
 class ModelStates:
-    """The bytes of one full model, and ``inner``, the Hugging Face model in it, on the ranks of a mesh."""
+    """Count of a model's bytes on the ranks of a mesh. ``inner`` is the Hugging Face model inside ``model``."""
 
     def __init__(self, model: nn.Module, inner: nn.Module, plan: Plan, optimizer: str = "adamw") -> None:
         if optimizer not in OPTIMIZERS:
-            known = f"{nearest(optimizer, OPTIMIZERS)} Known: {', '.join(OPTIMIZERS)}"
-            raise ConfigError(f"optimizer={optimizer!r}: the state that it keeps is not known.{known}")
+            known = f"one of {', '.join(OPTIMIZERS)}; got {optimizer!r}.{nearest(optimizer, OPTIMIZERS)}"
+            raise ConfigError(f"optimizer must be {known}")
         self._inner, self.plan, self._optimizer = inner, plan, optimizer
         self._named = dict(model.named_parameters())
         buffers = ((name, b) for name, b in model.named_buffers() if b is not None)
@@ -73,8 +73,8 @@ class ModelStates:
         """Count the bytes of one rank.
 
         Args:
-            tp, pp, dp: The place on each axis; ``dp`` None: the replica that owns most, among those with most experts.
-            replicas: The data-parallel size times the context-parallel size, whose ranks are counted first.
+            tp, pp, dp: The place on each axis. With ``dp=None`` it is the replica with the highest memory.
+            replicas: The data-parallel size times the context-parallel size.
         """
         self.plan.check_zero(config.zero_stage)
         held = self._held(stages, config, pp)
@@ -106,7 +106,7 @@ class ModelStates:
             expert_weights += size * width * expert
             if not parameter.trained:
                 continue
-            of_gradient = size * (4 if parameter.half else width)  # in execute_pipeline half ones are summed in fp32
+            of_gradient = size * (4 if parameter.half else width)  # execute_pipeline sums them in fp32
             gradients, expert_gradients = gradients + of_gradient, expert_gradients + of_gradient * expert
             largest = max(largest, of_gradient if not expert or copies.size > 1 else 0)
             if own:
@@ -124,9 +124,9 @@ class ModelStates:
         return RankBytes(weights, gradients, optimizer - host, buffers, *facts, host)
 
     def unsharded(self, stages: StagePlan, pp: int, tp: int, replicas: int) -> tuple[int, int, int]:
-        """Return elements that FSDP2 gathers on a stage: of the largest block, of all weights, and outside of blocks.
+        """Return the elements that FSDP2 gathers on a stage: of the largest block, all weights, and outside of blocks.
 
-        Each of the ``replicas`` has equally many rows of a weight.
+        Each replica has equally many rows of a weight.
         """
         elements, sizes = {*stages.elements}, Counter[str]()
         for name, parameter in self._named.items():
@@ -165,21 +165,21 @@ class ModelStates:
 
 
 def _rows(parameter: _Parameter, shape: tuple[int, ...], dp: int, replicas: int) -> int:
-    """Return a replica's elements with FSDP2, which gives equally many rows of the first dim while rows are left."""
+    """Return the elements of a replica's FSDP2 shard, in ``ceil(rows / replicas)`` rows; the last shards have fewer."""
     if not shape:
         raise ConfigError(
-            f"zero.stage 2 and 3: {parameter.name} is a single number, which torch's FSDP2 does not shard. Use stage 1"
+            f"zero.stage 2 and 3: FSDP2 does not support the scalar parameter {parameter.name}.\n  Use zero.stage 1."
         )
     rows = -(-shape[0] // replicas)
     return max(min(rows, shape[0] - rows * dp), 0) * prod(shape[1:])
 
 
 class _Copies(NamedTuple):
-    """The replicas of a mesh, some of which may share the experts.
+    """The replicas of a mesh, which may share experts.
 
     Attributes:
-        sharers: The number of replicas that share the experts; 1: each replica holds all weights.
-        cp: The ranks of each replica that hold the same weights; ``replicas``: these ranks of all replicas.
+        sharers: The number of replicas that share experts; 1: each replica holds all experts.
+        cp, replicas: The numbers of ranks that hold the same weights, per replica and in all replicas.
     """
 
     sharers: int
@@ -188,11 +188,11 @@ class _Copies(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The ranks that hold the same experts."""
+        """The number of ranks that hold the same experts."""
         return self.replicas // self.sharers
 
     def sharer(self, place: int | None) -> int:
-        """Return the replica at this place among the sharers; the first holds most."""
+        """Return the number of the rank's replica among its sharers. The first replica has the most experts."""
         return 0 if place is None else place // self.cp % self.sharers
 
     def copy(self, place: int) -> int:
@@ -200,11 +200,11 @@ class _Copies(NamedTuple):
         return place // self.cp // self.sharers * self.cp + place % self.cp
 
     def owned(self, sizes: Sequence[int], spread: Sequence[bool], place: int | None) -> list[bool]:
-        """Return whether the rank at ``place`` owns a parameter of each size, with ZeRO-1.
+        """Return for each parameter whether the rank at ``place`` owns it, with ZeRO-1.
 
         Args:
-            spread: The flags of parameters of shared experts, whose owners are chosen apart.
-            place: The place of a rank; None: where most is owned.
+            spread: The flags of shared experts, whose owners are assigned separately.
+            place: The place of a rank; None: the rank that owns the most elements.
         """
         owners, loads = [0] * len(sizes), {True: Counter[int](), False: Counter[int]()}
         for kind, ranks in ((False, self.replicas), (True, self.size)):

@@ -1,8 +1,8 @@
-"""Time of a collective or message over a network of nodes, by NCCL's own model. Pure.
+"""Estimate the time of a collective or message over a network of nodes with NCCL's cost model. Pure functions.
 
-NCCL estimates each algorithm (ring, tree) with each protocol (LL, LL128, Simple) as a latency plus bytes over a
-bandwidth, and takes the fastest. ``hardware.yaml`` has its figures. Small messages cost the hops of the algorithm,
-large ones the slowest link that they pass.
+For each algorithm (ring, tree) and protocol (LL, LL128, Simple) NCCL adds a latency to bytes divided by a bandwidth.
+It selects the fastest combination. ``hardware.yaml`` has the constants. The number of hops determines the time of small
+messages, and the slowest link determines the time of large messages.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ _CHANNELS = 16
 
 
 class Group(NamedTuple):
-    """The numbers of ranks that communicate, and of nodes with equally many of them."""
+    """The number of communicating ranks, and of nodes. All nodes have equally many of these ranks."""
 
     ranks: int
     nodes: int = 1
 
     @classmethod
     def of(cls, size: int, stride: int, gpus_per_node: int) -> Group:
-        """Return the group of ``size`` ranks that are ``stride`` ranks apart."""
+        """Return the group of ``size`` ranks with a distance of ``stride``."""
         return cls(size, -(-size // -(-gpus_per_node // stride)))
 
     def steps(self, kind: str) -> int:
-        """Return the steps of a collective over a ring: in each a rank sends one part of the tensor."""
+        """Return the number of steps of a ring collective. In each step a rank sends one shard of the tensor."""
         return (2 if kind == "all_reduce" else 1) * (self.ranks - 1)
 
     def sent(self, kind: str, size: int) -> int:
-        """Return the bytes that a rank sends for a collective of ``size`` bytes over a ring, or for a message."""
+        """Return the bytes that a rank sends in a ring collective of ``size`` bytes, or for a message."""
         return size if kind == "send" else size * self.steps(kind) // self.ranks
 
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a machine with several nodes; bytes a second and seconds.
+    """The links within and between nodes.
 
     Attributes:
-        intra: The bandwidth from a GPU to the rest of its node, one way.
-        inter: The bandwidth from a GPU to other nodes, one way: its fraction of the node's network cards.
-        nvlink: A flag, set if NVLink rather than PCIe connects the GPUs of a node.
-        latency: The latency of a hop between nodes, in addition to NCCL's own figure for RDMA.
+        intra: The one-way bandwidth from a GPU to its node, in bytes per second.
+        inter: The one-way bandwidth from a GPU to other nodes, its share of the network cards, in bytes per second.
+        nvlink: A flag, set if NVLink connects the GPUs of a node, else PCIe.
+        latency: The seconds of a hop between nodes, in addition to NCCL's constant for RDMA.
     """
 
     intra: float
@@ -61,27 +61,26 @@ class Network:
     latency: float = 0.0
 
     def seconds(self, kind: str, size: int, group: Group) -> float:
-        """Return the seconds of a collective of a full tensor of ``size`` bytes, or of a message (``send``)."""
+        """Return the seconds of a collective whose full tensor has ``size`` bytes, or of a message (``send``)."""
         return _seconds(self, kind, size, group) if group.ranks > 1 else 0.0
 
     def ring_bandwidth(self, group: Group) -> float:
-        """Return the bytes a second that a rank of a ring sends, large messages.
+        """Return the bytes per second that a rank sends over a ring, for large messages.
 
-        On each node the ranks of the group use their own network cards side by side. Efficiency falls with the number
-        of nodes.
+        The ranks of a node use separate network cards in parallel. Efficiency falls with the number of nodes.
         """
         inside = self.intra * _NCCL["usable"]["nvlink" if self.nvlink else "pcie"]
         return inside if group.nodes == 1 else min(inside, self.usable_inter(group.nodes) * group.ranks / group.nodes)
 
     def usable_inter(self, nodes: int) -> float:
-        """Return the bytes a second that a GPU reaches to other nodes, in a group on so many nodes."""
+        """Return the bytes per second from a GPU to other nodes, in a group on ``nodes`` nodes."""
         return self.inter * _NCCL["usable"]["net"] / (1 + _ASSUMED["fabric_loss"] * log2(nodes))
 
 
 def exposed(total: float, work: float) -> float:
-    """Return the part of ``total`` seconds of communication that does not overlap with seconds of ``work``.
+    """Return the seconds of communication, out of ``total``, that do not overlap with ``work`` seconds.
 
-    Other collectives do not count as work: they use the same links.
+    Collectives do not count as work, because they use the same links.
     """
     return total - _ASSUMED["overlap"] * min(total, work)
 
@@ -114,10 +113,11 @@ def _hop(network: Network, algorithm: str, protocol: str, *, between: bool) -> f
 def _ring(
     network: Network, sent: int, group: Group, protocol: str, steps: int, between: int, *, plateau: bool = False
 ) -> float:
-    """Return the seconds of a ring in which each rank sends ``sent`` bytes in ``steps`` hops, some ``between`` nodes.
+    """Return the seconds of a ring collective.
 
     Args:
-        plateau: A flag for a large all-reduce, whose latency is another.
+        sent, steps, between: The bytes that each rank sends, the number of hops, and of hops between nodes.
+        plateau: A flag for a large all-reduce, which has a different latency.
     """
     bandwidth = network.ring_bandwidth(group)
     if protocol == "LL":
@@ -131,7 +131,7 @@ def _ring(
 
 
 def _trees(network: Network, size: int, group: Group) -> Iterator[float]:
-    """Yield the times of an all-reduce up and down a tree of nodes, on each of which the ranks are a chain."""
+    """Yield the seconds of an all-reduce over a tree of nodes, with a chain of ranks on each node, by protocol."""
     for protocol in _protocols(network):
         bandwidth = 0.92 * network.ring_bandwidth(group)
         if protocol == "LL":
@@ -147,7 +147,7 @@ def _trees(network: Network, size: int, group: Group) -> Iterator[float]:
 
 
 def _all_to_all(network: Network, size: int, group: Group) -> float:
-    """Return the time in which each rank sends every other one its part, the two kinds of links at the same time."""
+    """Return the seconds of an all-to-all. Links within and between nodes work at the same time."""
     on_node = group.ranks / group.nodes
     part = size / group.ranks
     inside = part * (on_node - 1) / network.ring_bandwidth(Group(group.ranks))

@@ -1,4 +1,4 @@
-"""Facts about a parallelized model: its parameters as a table (``summary``), the speed of a step (``metrics``)."""
+"""Describe a parallelized model: a table of its parameters (``summary``), and the speed of a step (``metrics``)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from autopar.tools.planner.planned_model import PlannedModel
 
 
 def summary(model: nn.Module) -> str:
-    """Print a table of a parallelized model on the first rank: parameters, their shards, and the sizes on this rank.
+    """Print a table of a parallelized model: its parameters, their rules, and the local shapes. Only rank 0 prints.
 
     Returns:
-        The table of this rank, on every rank. No communication.
+        The table of this rank, on every rank. The ranks do not communicate.
 
     Raises:
         ConfigError: If the model is not parallelized.
@@ -90,10 +90,10 @@ def metrics(
     log: str | Path | Callable[[dict[str, float | None]], object] | None = None,
     **values: float,
 ) -> dict[str, float | None]:
-    """Return the figures of a training step: ``tokens_per_second``, ``flops``, ``flops_per_second`` and ``mfu``.
+    """Return the speed of a training step: ``tokens_per_second``, ``flops``, ``flops_per_second`` and ``mfu``.
 
-    Operations are the products of the model's forward and backward, counted on the meta device once for each length.
-    Padding counts, recomputation does not. No communication.
+    FLOPs count the matmuls of forward and backward, on the meta device, once per sequence length. They include padding
+    and exclude recomputation. The ranks do not communicate.
 
     Args:
         model: A parallelized model.
@@ -121,7 +121,7 @@ def metrics(
     ids = batch.get("input_ids")
     if ids is None or ids.ndim != 2:
         raise ConfigError(
-            f"metrics: the batch has no input_ids [batch, sequence]; it has {', '.join(batch) or 'nothing'}"
+            f"metrics: the batch must have input_ids [batch, sequence]; got {', '.join(batch) or 'an empty batch'}"
         )
     samples, sequence = ids.shape
     world = state.mpu.world_size
@@ -133,7 +133,7 @@ def metrics(
     own = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     found = own if gpu is None else find_gpu(gpu)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    kind = state.config.precision  # where the model was given no section ``precision``, its own
+    kind = state.config.precision  # without a section ``precision``, the model's dtype
     if kind == "fp32":
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, kind)
     peak = None if found is None else found.peak(kind)
@@ -166,9 +166,9 @@ def _append(path: Path, figures: Mapping[str, float | None]) -> None:
 
 
 def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
-    """Return the operations of forward and backward of one sample of the reference model."""
+    """Return the FLOPs of the reference model's forward and backward of one sample."""
     if not isinstance(inner, PreTrainedModel):
-        raise ConfigError(f"metrics: {type(inner).__name__} is no Hugging Face model")
+        raise ConfigError(f"metrics: model must be a Hugging Face PreTrainedModel; got {type(inner).__name__}")
     kind: Any = next(each for each in type(inner).__mro__ if not each.__module__.startswith("autopar"))
     with lazy_init():
         plain = from_config(kind, vars(inner).get("_autopar_config", inner.config))
@@ -177,7 +177,7 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
 
 
 def rule_of(plan: Plan, tensor: TensorPlan) -> str:
-    """Name the rule of a tensor and its units: ``column heads | kv_heads``; ``replicated`` if every rank holds all."""
+    """Return the rule of a tensor with its units, for example ``column heads | kv_heads``, or ``replicated``."""
     for name in (tensor.name, *tensor.aliases):
         path, _, own = name.rpartition(".")
         module = plan.modules.get(path)

@@ -1,4 +1,4 @@
-"""A model for the planner: its plan, stages, states, shards and activations for any mesh, each made once."""
+"""Provide a model's plan, stages, states, shards and activations for any mesh. Each is computed once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autopar.tools.planner.stage_costs import ForwardCount
 
 
 class _Shard(NamedTuple):
-    """A shard that can be counted; paths of ``equal`` blocks start at ``inner``, the Hugging Face model in it."""
+    """One rank's shard of a model. ``inner`` is the Hugging Face model; the paths of ``equal`` are relative to it."""
 
     inner: Any
     region: Region
@@ -41,15 +41,14 @@ class _Shard(NamedTuple):
 
 
 class PlannedModel:
-    """Facts about one model for all meshes.
+    """A model, with its plans and counts for all meshes.
 
     Args:
-        model: The full model, only read; on the meta device it needs no memory.
+        model: The full model, which is only read. It may be on the meta device.
         sequence: The tokens of each sample.
-        loss_chunk, method, dispatch: The configuration's chunk of the loss, method of context parallelism, and way of
-            tokens to experts.
-        dry_run: A flag to run the stages of each split, as ``initialize`` does: the stages of some models hold more
-            than one forward shows. A search does so for its results (:meth:`rehearse`).
+        loss_chunk, method, dispatch: The configured loss chunk, context-parallel method and expert dispatch.
+        dry_run: A flag to run the stages of each split, as ``initialize`` does. The stages of some models have more
+            weights than a single forward shows. A search runs only the stages of its results (:meth:`rehearse`).
     """
 
     def __init__(
@@ -69,8 +68,8 @@ class PlannedModel:
         self.prefix, inner, self.policy = self.plans.prefix, self.plans.inner, self.plans.policy
         if not isinstance(inner, PreTrainedModel):
             raise ConfigError(
-                f"{type(model).__name__} is not a Hugging Face model: the inputs of its forward are unknown, so the "
-                "activations that it keeps cannot be counted"
+                f"model must be a Hugging Face PreTrainedModel; got {type(model).__name__}, whose forward has unknown "
+                "inputs, so its activations cannot be counted"
             )
         self.model, self.inner = model, inner
         self._policy_file = str(policy) if isinstance(policy, str | Path) else ""
@@ -78,11 +77,11 @@ class PlannedModel:
         self._chunk, self._method, self._dispatch, self._dry_run = loss_chunk, method, dispatch, dry_run
 
     def sections(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the configuration of a candidate, as a user writes it."""
+        """Return the configuration of a candidate in the form of a config file."""
         return candidate.sections(self.precision) | ({"policy": self._policy_file} if self._policy_file else {})
 
     def stages(self, config: ParallelConfig) -> StagePlan:
-        """Return the stages of a configuration. Raises what :func:`~autopar.plan.stages.make_stages` does."""
+        """Return the stages of a configuration. Raises the errors of :func:`~autopar.plan.stages.make_stages`."""
         pipeline, ranks = config.pipeline, config.pipeline_parallel_size
         straight = self.plans.stages(ranks, pipeline.chunks, pipeline.layers_per_stage, dry_run=self._dry_run)
         if not pipeline.folded or ranks == 1:
@@ -90,12 +89,12 @@ class PlannedModel:
         return replace(straight, rank_of=rank_of_stage(ranks, pipeline.chunks, folded=True))  # on other ranks
 
     def states(self, tp: int, ep: int = 1) -> ModelStates:
-        """Return the model's states on the ranks."""
+        """Return the count of weights, gradients and optimizer state."""
         plan = self.plans.tensors(tp, experts=ep)
         return self.plans.once(("states", tp, ep), lambda: ModelStates(self.model, self.inner, plan, self.optimizer))
 
     def count(self, rows: Rows, batch: int, saves: tuple[str, ...] = ()) -> ForwardCount:
-        """Count a rank's forward of a micro-batch of ``batch`` samples; recomputed blocks keep ``saves``."""
+        """Count a rank's forward of a micro-batch with ``batch`` samples. Recomputed blocks keep ``saves``."""
         return self.plans.once(("count", rows, batch, saves), lambda: self._counted(rows, batch, saves))
 
     def _counted(self, rows: Rows, batch: int, saves: tuple[str, ...]) -> ForwardCount:
@@ -110,7 +109,7 @@ class PlannedModel:
             inputs = sample_inputs(inner, batch, self.sequence)
             ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
             if ids is not None and ids.ndim == 2 and inner.get_output_embeddings() is not None:
-                inputs["labels"] = ids.clone()  # a micro-batch has a storage for its labels
+                inputs["labels"] = ids.clone()  # a separate storage, as in a micro-batch
             counter = ForwardCounter(inner, elements, shard.equal, row.encoder, shard.quantized, saves)
             return counter.count(inputs)
         except Exception as error:
@@ -129,14 +128,14 @@ class PlannedModel:
         check(self.inner, (), self.policy.where, every)
 
     def rehearse(self, config: ParallelConfig) -> None:
-        """Try the shards and the stages, as ``initialize`` does. Raises its errors."""
+        """Run the dry runs of ``initialize``. Raises its errors."""
         self.plans.tried(config.tensor_parallel_size, experts=config.expert_parallel_size)
         pipeline, ranks = config.pipeline, config.pipeline_parallel_size
         if ranks > 1:
             self.plans.stages(ranks, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded)
 
     def _made_shard(self, rows: Rows) -> _Shard:
-        """Make the shard of one rank, in training mode and with the run's attention."""
+        """Make the shard of one rank, in training mode and with the model's attention."""
         plan = self.plans.tensors(rows.tp, experts=rows.ep)
         equal = equal_blocks(self.model, plan)
         shard: Any = meta_copy(self.model, gradients=True)
@@ -163,7 +162,7 @@ class PlannedModel:
         without_cache(shard)
         ends = set[str]()
         if rows.sequence_parallel:
-            experts = min(rows.ep, rows.tp)  # rows between regions do not depend on the replicas that hold the experts
+            experts = min(rows.ep, rows.tp)  # only the experts on tp matter for the sequence
             from autopar.features.sequence_parallel import plan as sequence_plan, setup as sequence_parallel
 
             sequence = sequence_plan.sequence(self.plans, rows.tp, self.plans.stages(1), experts=experts, routers=False)
@@ -178,7 +177,7 @@ class PlannedModel:
         shard.train()
         stored = plan.quantized()
         quantized = [parameter for name, parameter in shard.named_parameters() if name in stored]
-        # Seen from the inner model, and without the last block of a list, which makes rows whole again.
+        # Paths relative to the inner model. The last block of a list differs: it gathers the sequence.
         below = f"{self.prefix}." if self.prefix else ""
         seen = ([path.removeprefix(below) for path in paths if path.startswith(below)] for paths in equal)
         groups = [tuple(path for path in paths if path not in ends) for paths in seen]
@@ -186,10 +185,10 @@ class PlannedModel:
 
 
 def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -> None:
-    """Give a copy the model's attention, torch's in place of any fused one, and its way of calling experts.
+    """Set a copy's implementations of attention and experts. SDPA replaces any other fused attention.
 
     Args:
-        grouped: A flag to keep grouped products of experts, which do not run without memory in fp32.
+        grouped: A flag to keep grouped matmuls of experts, which torch does not support on the meta device in fp32.
     """
     for one, other in zip(copied.modules(), model.modules(), strict=True):
         config = getattr(other, "config", None)
@@ -201,7 +200,7 @@ def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -
 
 
 def without_cache(model: nn.Module) -> None:
-    """Let a model make no cache of keys and values."""
+    """Disable the KV cache of a model."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if config is not None:

@@ -1,4 +1,4 @@
-"""The search over meshes, micro-batches, schedules and ZeRO stages: the fastest that fit, and why the rest do not."""
+"""Search meshes, micro-batches, schedules and ZeRO stages for the fastest candidates that fit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, mes
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.network import DATA
 
-_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe waits as long as 1f1b and holds more
+_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe has the bubble of 1f1b, and more memory
 _MICROBATCHES = (1, 2, 4, 8, 16)
-_CHUNKS = {"interleaved": (2, 4, 7)}  # stages on each rank, where a schedule leaves them open
-_EVERY = (2, 1)  # one of so many blocks is recomputed
-_SAVES = (("attention",), ("collectives",), ("attention", "collectives"), SAVED)  # kept by recomputed blocks
-_FEWEST_ROWS = 4096  # of a sequence on each rank, where the search chooses the size of cp
+_CHUNKS = {"interleaved": (2, 4, 7)}  # stages per rank, for schedules with a choice
+_EVERY = (2, 1)  # recompute one block out of this many
+_SAVES = (("attention",), ("collectives",), ("attention", "collectives"), SAVED)  # results that recomputed blocks keep
+_FEWEST_ROWS = 4096  # tokens of a sequence on each rank, if the search chooses cp
 _CP = (1, 2, 4, 8, 16, 32, 64)
 _MOST_EP = 64
 
@@ -30,14 +30,14 @@ Mesh = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Space:
-    """The space to search; None leaves a choice to the search.
+    """The space to search. With None the search tries all values.
 
     Attributes:
-        gpus: The GPUs of the run; ``gpus_per_node``: the GPUs of a node, within which tp groups stay.
-        global_batch: The samples of a step, of all replicas.
-        cp: The context-parallel size; None: powers of two that leave each rank 4,096 rows of a sequence or more.
-        sequence_parallel: A flag; None: with and without it, where tp is above 1 and cp is 1.
-        ep: The expert-parallel size; None: 1, and for models with experts multiples of tp up to 64.
+        gpus, gpus_per_node: The numbers of GPUs of the run, and of a node. Groups of tp stay within a node.
+        global_batch: The samples of a step over all replicas.
+        cp: The context-parallel size; None: powers of two with at least 4,096 tokens of a sequence per rank.
+        sequence_parallel: A flag; None: both values, if tp is above 1 and cp is 1.
+        ep: The expert-parallel size; None: 1, and for models with experts also multiples of tp up to 64.
     """
 
     gpus: int
@@ -57,11 +57,11 @@ class Space:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {size}")
 
     def crosses(self, tp: int) -> bool:
-        """Return whether tensor-parallel groups of this size would cross nodes."""
+        """Return whether tensor-parallel groups of this size span several nodes."""
         return min(self.gpus, self.gpus_per_node) % tp != 0
 
     def meshes(self, sequence: int) -> Iterator[Mesh]:
-        """Yield all meshes of the GPUs for sequences of so many tokens, with tp within a node."""
+        """Yield all meshes for sequences of ``sequence`` tokens, with tp within a node."""
         long_enough = [size for size in _CP if size == 1 or sequence // size >= _FEWEST_ROWS]
         for tp in _divisors(self.gpus):
             for cp in (long_enough if self.cp is None else [self.cp]) if not self.crosses(tp) else ():
@@ -69,7 +69,7 @@ class Space:
                     yield tp, cp, pp, self.gpus // tp // cp // pp
 
     def candidates(self, mesh: Mesh) -> Iterator[list[Candidate]]:
-        """Yield the candidates of a mesh, one size of micro-batches after the other."""
+        """Yield the candidates of a mesh, one list per micro-batch size, the smallest size first."""
         for batch in _MICROBATCHES:
             if self.global_batch % (mesh[3] * batch) == 0:
                 yield list(self._with_batch(mesh, batch))
@@ -90,13 +90,13 @@ class Space:
                         yield Candidate(tp, pp, dp, *known, every=every, chunks=chunks)
 
     def _rows(self, tp: int, cp: int) -> Sequence[bool]:
-        """Return the choices of sequence parallelism; it shards over tp the sequences that cp shards."""
+        """Return the choices of sequence parallelism, which does not work with cp because both shard the sequence."""
         if tp == 1 or cp > 1:
             return () if self.sequence_parallel else (False,)
         return (False, True) if self.sequence_parallel is None else (self.sequence_parallel,)
 
     def experts(self, tp: int, dp: int) -> Sequence[int]:
-        """Return the expert-parallel sizes: 1, and sizes that spread experts over one replica or several."""
+        """Return the expert-parallel sizes: 1, and sizes that distribute experts over one or more replicas."""
         fitting = [1, *(tp * sharers for sharers in _divisors(dp) if tp * sharers > 1)]
         if self.ep is not None:
             return [ep for ep in fitting if ep == self.ep]
@@ -108,10 +108,10 @@ class Found:
     """The result of a search.
 
     Attributes:
-        best: The fastest that fit, for each mesh with and without checkpointing the fastest one.
-        slower: The rest that fit, each with the least seconds that it needs.
-        too_large: The candidates that need least memory on meshes on which nothing fits.
-        refused: The meshes that do not fit the model, and the reasons.
+        best: The fastest candidates that fit, at most one per mesh with and without checkpointing.
+        slower: The other candidates that fit, each with a lower bound of its seconds.
+        too_large: The candidate with the lowest memory of each mesh on which no candidate fits.
+        refused: The meshes that the model does not support, with the reasons.
         tried: The number of candidates.
     """
 
@@ -128,7 +128,7 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
     if space.ep is None:
         try:
             estimator.model.plans.tensors(1, experts=2)
-        except ConfigError:  # no experts to spread
+        except ConfigError:  # no experts to distribute
             space = replace(space, ep=1)
     found = Found()
     fitting: list[tuple[float, int, Candidate]] = []
@@ -147,7 +147,7 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
         kind = (candidate.tp, candidate.cp, candidate.pp, candidate.checkpointing)
         known = kinds.get(kind)
         if known is not None and least >= known.time:
-            continue  # the rest of its kind is slower
+            continue  # later candidates of this kind are slower
         if known is None and len(best) >= 2 * count and least >= best[count - 1]:
             heapq.heappush(fitting, (least, number, candidate))
             break
@@ -163,7 +163,7 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
 
 
 def with_kept(estimator: Estimator, estimate: Estimate) -> Estimate:
-    """Return the fastest that fits among a candidate and, if it recomputes blocks, its choices of results to keep."""
+    """Return the fastest fitting variant of a candidate. A variant keeps some results of recomputed blocks."""
     found = [estimate]
     for saves in _SAVES if estimate.candidate.checkpointing else ():
         candidate = replace(estimate.candidate, saves=saves)
@@ -174,7 +174,7 @@ def with_kept(estimator: Estimator, estimate: Estimate) -> Estimate:
 
 @uncollected()
 def rehearsed(estimator: Estimator, found: Found) -> None:
-    """Try the shards and the stages of the best candidates, as ``initialize`` does; refuse the ones that fail."""
+    """Run the dry runs of ``initialize`` for the best candidates, and reject candidates that fail."""
     for estimate in list(found.best):
         candidate = estimate.candidate
         try:
@@ -219,19 +219,19 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-_PCIE = 20e9  # bytes a second between a GPU and the CPU's memory, by PCIe 4; all GPUs of a node at a time
-_HOST = 4e9  # bytes of state a second that a GPU's share of the CPU steps: AdamW on 4 threads, measured
+_PCIE = 20e9  # bytes per second between a GPU and CPU memory over PCIe 4, with all GPUs of a node active
+_HOST = 4e9  # bytes of state per second of AdamW on a GPU's share of the CPU, measured with 4 threads
 
 
 def needs(memory: RankMemory) -> str:
-    """Return ``needs 93 GB: activations 61, weights 18, ...``, the largest part first."""
+    """Return the memory in words (``needs 93 GB: activations 61, weights 18, ...``), the largest part first."""
     parts = sorted(memory.parts().items(), key=lambda part: -part[1])
     shown = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts if size >= memory.total / 100)
     return f"needs {gigabytes(memory.total)} GB: {shown}"
 
 
 def gigabytes(size: float) -> str:
-    """Return a number of bytes in GB, with a decimal digit below 10."""
+    """Return a number of bytes in GB, with one decimal below 10."""
     return f"{size / 1e9:.0f}" if size >= 9.95e9 else f"{size / 1e9:.1f}"
 
 
@@ -258,18 +258,18 @@ def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
 
 
 def on_host(candidate: Candidate, memory: RankMemory) -> tuple[str, RankMemory, int, float]:
-    """Return the effects of a move to the CPU's memory: of all shards in ZeRO 2 and 3, else of the optimizer.
+    """Return the effects of CPU offload: of all shards in ZeRO-2 and ZeRO-3, else of the optimizer state.
 
     Returns:
-        The key of the section ``zero``, the memory left on the GPU, the bytes in the CPU's memory, and the additional
-        seconds of a step: transfers, and the step on the CPU.
+        The key of the section ``zero``, the memory on the GPU, the bytes in CPU memory, and the additional seconds of
+        a step for transfers and the optimizer on the CPU.
     """
     least = replace(memory, step=0, optimizer=0)
-    if candidate.fully_sharded:  # weights come for each forward and backward, gradients go
+    if candidate.fully_sharded:  # weights are loaded for each forward and backward, gradients are offloaded
         moved = memory.weights + memory.gradients + memory.optimizer
         travel = sum(candidate.exchanges) * memory.weights
         return "cpu_offload", replace(least, weights=0, gradients=0), moved, travel / _PCIE + moved / _HOST
-    travel = memory.weights + memory.gradients  # gradients go, new weights come
+    travel = memory.weights + memory.gradients  # gradients are offloaded, new weights are loaded
     return "optimizer_offload", least, memory.optimizer, travel / _PCIE + memory.optimizer / _HOST
 
 

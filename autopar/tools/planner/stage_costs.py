@@ -1,6 +1,6 @@
-"""Memory and work of a forward, unit by unit, and the costs of one micro-batch in one stage. Pure.
+"""Compute the memory and work of each unit of a forward, and the costs of a micro-batch in a stage. Pure functions.
 
-The collectives of a unit's forward and backward are read from autograd's graph.
+The collectives of a unit's forward and backward are read from the autograd graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Collective(NamedTuple):
     Attributes:
         bytes: The bytes of the full tensor.
         backward: A flag, set for a call of the backward.
-        again: A flag, set for a call that a recomputation repeats: it ends at the last tensor that is saved.
+        again: A flag, set for a call that a recomputation repeats. Recomputation stops at the last saved tensor.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Collective(NamedTuple):
     again: bool = True
 
 
-# The name of the node -> the collectives of its forward and of its backward.
+# Name of an autograd node -> collectives of its forward and backward.
 _NODES = {
     "_CopyBackward": (None, "all_reduce"),
     "_ReduceBackward": ("all_reduce", None),
@@ -62,7 +62,7 @@ def collectives_of(
     nodes: Iterable[Any] = (),
     last: int | None = None,
 ) -> list[Collective]:
-    """Return the collectives between ``inputs``, or ``nodes`` of the graph, and ``outputs`` in the backward's order.
+    """Return the collectives between ``inputs`` (or ``nodes`` of the graph) and ``outputs``, in backward order.
 
     Args:
         last: The sequence number of the last node that saved a tensor; None if unknown.
@@ -70,17 +70,17 @@ def collectives_of(
     ends = {*nodes, *(tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None)}
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(ends)
-    again: set[int] = set()  # sequences that several weights read, gathered once
+    again: set[int] = set()  # sequences that are gathered once for several weights
     found: list[Collective] = []
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        rows = getattr(node.whole, "__self__", None) if node.name() == "LateWeightBackward" else None
+        rows = getattr(node.full, "__self__", None) if node.name() == "LateWeightBackward" else None
         if rows is not None and id(rows) not in again:
             again.add(id(rows))
-            [read] = node.saved_tensors  # which the weight's gradient reads in full
+            [read] = node.saved_tensors  # gathered for the gradient of the weight
             size = read.numel() // rows.layout.local_size(rows.axis.rank) * rows.layout.size * read.dtype.itemsize
             found.append(Collective("all_gather", size, backward=True, axis=rows.axis.name))
         late = last is not None and sequence_number(node) > last
@@ -90,14 +90,14 @@ def collectives_of(
 
 
 def _calls(node: Any) -> Iterator[Collective]:
-    if node.name() in _LOSSES:  # sharded logits: three numbers for each token, and the width of the shard
+    if node.name() in _LOSSES:  # sharded logits: three numbers per token, and the width of the shard
         [of] = input_metadata(node)  # [tokens]
         chunked = "Chunked" in node.name()
         over = node.shards.axis if chunked else node.axis
         kinds = 4 if (node.smoothing if chunked else node.label_smoothing) else 3
         size = over.size * (kinds * prod(of.shape) + 1) * of.dtype.itemsize
         yield Collective("all_gather", size, backward=False, axis=over.name)
-    if node.name() == "_SumRowsBackward":  # gradients of a block's parameters that work on rows: one call a dtype
+    if node.name() == "_SumRowsBackward":  # gradients of sequence-parallel parameters: one call per dtype
         sizes = Counter[int]()
         for of in input_metadata(node):
             sizes[of.dtype.itemsize] += prod(of.shape) * of.dtype.itemsize
@@ -108,7 +108,7 @@ def _calls(node: Any) -> Iterator[Collective]:
     shape = list(of.shape)
     args = getattr(node, "args", ())
     layout = next((each for each in args if isinstance(each, Layout)), getattr(node, "layout", None))
-    if layout is not None:  # gather, scatter and weights with replicated units: the full dim
+    if layout is not None:  # gathers, scatters and weights with replicated units use the full dim
         shape[next((each for each in args if isinstance(each, int)), getattr(node, "dim", layout.dim))] = layout.size
     size = prod(shape) * of.dtype.itemsize
     axis = getattr(getattr(node, "axis", None), "name", "tp")
@@ -122,17 +122,16 @@ class Unit:
     """Memory and work of one block, or of the modules before, between or after the blocks.
 
     Attributes:
-        saved: The bytes of the storages that autograd keeps, by their numbers. Further mappings have the same form.
-        late: The storages left after the gradient of the input and before the gradients of weights; None: there are no
-            weights, or all gradients are computed at once.
-        halves: A flag, set if the two can be computed one after the other.
-        gradients: The bytes of gradients that wait between them.
-        arguments: The storages that the block was called with, all that a recomputed block keeps.
-        remembered: The further storages that a recomputed block keeps (``activation_checkpointing.save``).
-        forward_peak, backward_peak: The most bytes in addition to ``saved`` while it runs.
-        operations: The operations of the forward; ``again``: the ones that a recomputation repeats.
+        saved: The storages saved by autograd: number -> bytes. Other mappings have the same form.
+        late: The saved storages between the halves of a split backward; None: no weights, or no split.
+        halves: A flag, set if the backward can be split into gradients of inputs and gradients of weights.
+        gradients: The bytes of gradients that wait between the halves.
+        arguments: The storages of the block's arguments, which a recomputed block keeps.
+        remembered: The additional storages that a recomputed block keeps (``activation_checkpointing.save``).
+        forward_peak, backward_peak: The peak bytes in addition to ``saved``.
+        operations, again: The operations of the forward, and of its recomputation.
         sends_again: A flag, set if a recomputation repeats the forward's collectives.
-        number: The place among the blocks that activation checkpointing recomputes; None for another block.
+        number: The place among the blocks that activation checkpointing may recompute, or None.
     """
 
     saved: Mapping[int, int] = field(default_factory=dict)
@@ -151,11 +150,11 @@ class Unit:
     number: int | None = None
 
     def recomputed(self, every: int) -> bool:
-        """Return whether it is recomputed, as one of ``every`` blocks is; 0: none is."""
+        """Return whether the block is recomputed, if one of ``every`` blocks is; 0: no block."""
         return every > 0 and self.number is not None and self.number % every == 0
 
     def followed_by(self, other: Unit) -> Unit:
-        """Return both as one."""
+        """Return the unit of both, one after the other."""
         late = self.late if other.late is None else {**self.saved, **other.late}
         return Unit(
             {**self.saved, **other.saved},
@@ -175,7 +174,7 @@ class Unit:
         )
 
     def renumbered(self, numbers: Mapping[int, int]) -> Unit:
-        """Return the same unit with new numbers of storages."""
+        """Return the unit with renumbered storages."""
         found: dict[str, Any] = {}
         for name in ("saved", "late", "arguments", "remembered", "outputs"):
             if (sizes := getattr(self, name)) is not None:
@@ -185,14 +184,14 @@ class Unit:
 
 @dataclass
 class ForwardCount:
-    """One forward of one rank's shard.
+    """The count of one forward of one rank's shard.
 
     Attributes:
-        elements: The :class:`Unit` of each element of the stage plan that was called, by its place. The unit of an
-            encoder is its code after its blocks.
-        before, after: The code before the first element, and after the last one: the head, the loss.
-        fronts: The code between an element and the one before it.
-        encoder: The place of the encoder, whose output all later stages get.
+        elements: The :class:`Unit` of each called element of the stage plan, by place. The unit of an encoder is its
+            code after its blocks.
+        before, after: The code before the first element, and after the last element: the head and the loss.
+        fronts: The code between each element and the previous element.
+        encoder: The place of the encoder, whose output all later stages receive.
     """
 
     elements: dict[int, Unit]
@@ -213,7 +212,7 @@ class ForwardCount:
         return [*row, self.after] if last else row
 
     def sent(self, places: Sequence[int]) -> dict[int, int]:
-        """Return the bytes of the storages that a stage that ends with these elements sends on, by their numbers."""
+        """Return number -> bytes of the storages that a stage with these elements sends to the next stage."""
         called = [place for place in places if place in self.elements]
         found = dict(self.elements[called[-1]].outputs) if called else {}
         if self.encoder is not None and self.encoder in self.elements and places and self.encoder <= places[-1]:
@@ -221,8 +220,8 @@ class ForwardCount:
         return found
 
 
-_ATTENTION_BACKWARD = 2.5  # five products instead of two: the scores are computed again
-_ELEMENTWISE_BACKWARD = 1.5  # the gradient and the saved tensor are read
+_ATTENTION_BACKWARD = 2.5  # five matmuls instead of two, because the scores are recomputed
+_ELEMENTWISE_BACKWARD = 1.5  # reads the gradient and the saved tensor
 
 
 class Travel(NamedTuple):
@@ -235,17 +234,17 @@ class Travel(NamedTuple):
 
 @dataclass(frozen=True)
 class StageCost:
-    """One micro-batch in one stage.
+    """Costs of one micro-batch in one stage.
 
     Attributes:
-        kept: The bytes that wait for the backward: saved tensors, and the ``output`` that is sent on.
-        late: The part of ``kept`` that is left between the halves of a split backward, with ``gradients`` in addition.
+        kept: The bytes that wait for the backward: saved tensors and the ``output``.
+        late: The bytes of ``kept`` that remain between the halves of a split backward.
         logits, late_logits: The bytes of the head and the loss in ``kept`` and ``late``.
-        forward_work, backward_work: The most temporary bytes.
+        forward_work, backward_work: The peak temporary bytes.
         forward, backward_input, backward_weight: The seconds without collectives.
-        travel: The collectives over ``tp``, ``cp`` and ``ep``.
-        flops: The operations of products, without recomputation.
-        recomputed: A flag, set if a block is, so that the first half of a backward is all of it.
+        travel: The costs of collectives over ``tp``, ``cp`` and ``ep``.
+        flops: The FLOPs of matmuls, without recomputation.
+        recomputed: A flag, set if a block is recomputed. The first half of a backward is then the full backward.
     """
 
     kept: int
@@ -281,8 +280,8 @@ class StageCost:
 def stage_costs(
     count: ForwardCount, stages: StagePlan, node: Node, *, precision: str, rows: Rows, every: int
 ) -> list[StageCost]:
-    """Return the costs of each stage; one of ``every`` blocks is recomputed, with 0 none."""
-    # Equal blocks have the same lists.
+    """Return the costs of each stage. One of ``every`` blocks is recomputed; 0: no block."""
+    # Equal blocks share their lists.
     lists = {id(made): made for unit in count.units() for made in (unit.operations, unit.again)}
     works = {key: _work(operations, node.gpu, precision) for key, operations in lists.items()}
     costs = []
@@ -292,7 +291,7 @@ def stage_costs(
         row = count.of_stage(places, first=first, last=last)
         sent = {} if last else count.sent(places)
         memory = _Memory(row, sent, every)
-        # In the first stage the second half of a backward is all of it; in a later one the first half may be.
+        # The first stage has no gradient of the input, so its backward runs in the second half.
         halves = not first and all(unit.halves for unit in row)
         late = [*memory.own, memory.sent] if first else memory.late() if halves else [0] * (len(row) + 1)
         own = [works[id(unit.operations)] for unit in row]
@@ -325,11 +324,11 @@ def stage_costs(
 def travel_over(
     rows: Rows, node: Node, calls: Sequence[Collective], repeated: Sequence[Collective] = ()
 ) -> dict[str, Travel]:
-    """Return the sums of ``calls``, and of the ``repeated`` ones in the backward, over tp, cp and ep.
+    """Return the costs of ``calls`` over tp, cp and ep. ``repeated`` calls count in the backward.
 
-    Ranks count tp first, then cp, then replicas: tp stays within a node, cp and ep do where there is room.
+    Ranks are numbered by tp first, then cp, then replicas. So tp stays within a node, and cp and ep do if they fit.
     """
-    on_node = min(rows.ep, rows.tp * max(1, node.gpus // (rows.tp * rows.cp)))  # of ep's ranks
+    on_node = min(rows.ep, rows.tp * max(1, node.gpus // (rows.tp * rows.cp)))  # ep ranks per node
     groups = {
         "tp": Group.of(rows.tp, 1, node.gpus),
         "cp": Group.of(rows.cp, rows.tp, node.gpus),
@@ -345,13 +344,13 @@ def travel_over(
 
 
 class _Memory:
-    """Memory of a stage's units: the storages that they keep, each once, and their peak while they run.
+    """Memory of a stage's units: kept storages, each counted once, and peaks.
 
     Args:
-        sent: The storages that the stage sends on, and holds until the backward.
+        sent: The storages that the stage sends to the next stage, and keeps until the backward.
 
     Attributes:
-        own: The bytes of storages that each unit keeps and no unit before it.
+        own: The bytes that each unit keeps in addition to the units before it.
     """
 
     def __init__(self, units: Sequence[Unit], sent: Mapping[int, int], every: int) -> None:
@@ -365,7 +364,7 @@ class _Memory:
             self.own.append(_add(known, kept))
             held += self.own[-1]
             recomputed = sum(size for key, size in unit.saved.items() if key not in known) if again else 0
-            # Without gradients, as the first forward of a recomputed block is, less than this is alive.
+            # An upper bound: the first forward of a recomputed block runs without gradients.
             forward = max(forward, held + (sum(unit.outputs.values()) if again else 0) + unit.forward_peak)
             backward = max(backward, held + recomputed + unit.backward_peak)
         self.forward_work = max(forward - held, 0)
@@ -374,7 +373,7 @@ class _Memory:
         self.kept = held + self.sent
 
     def late(self) -> list[int]:
-        """Return the bytes that each unit, and last the output, keeps between the halves of a backward."""
+        """Return the bytes of each unit, and of the output as last item, between the halves of a backward."""
         known: dict[int, int] = {}
         found = [0] * (len(self._units) + 1)
         last = max((place for place, unit in enumerate(self._units) if unit.late is not None), default=-1)
@@ -384,14 +383,14 @@ class _Memory:
 
 
 def _add(known: dict[int, int], sizes: Mapping[int, int]) -> int:
-    """Add storages to the known ones; return the bytes of the new ones."""
+    """Add storages to ``known``, and return the bytes of new storages."""
     new = {number: size for number, size in sizes.items() if number not in known}
     known.update(new)
     return sum(new.values())
 
 
 class _Work(NamedTuple):
-    """Seconds of forward, gradients of inputs and gradients of weights; operations of the products of all."""
+    """Seconds of the forward and of the gradients of inputs and weights, and FLOPs of all matmuls."""
 
     forward: float
     of_input: float
@@ -413,9 +412,9 @@ _ASSUMED = DATA["assumed"]
 
 
 def seconds_of(operation: Operation, gpu: Gpu, precision: str) -> float:
-    """Return the seconds of an operation: its products, and the bytes that it moves; at least its launch.
+    """Return the seconds of an operation, from its FLOPs and its moved bytes, but at least the launch time.
 
-    Small products are slower than the best one, because their bytes take a larger part of the time.
+    For small matmuls the moved bytes take a larger share of the time.
     """
     fast = gpu.peak(precision) * gpu.products * _ASSUMED["products"]
     products = operation.flops / (fast * (_ASSUMED["attention"] if operation.attention else 1.0))

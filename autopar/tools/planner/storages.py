@@ -1,9 +1,9 @@
-"""Memory and operations of code on the meta device: storages by number, saved storages, live bytes, operations.
+"""Count the memory and operations of code on the meta device: storages, saved tensors, live bytes.
 
-Each storage that autograd saves counts once, while its graph lives. Attention and dropout save the tensors of a GPU's
-fused kernels. On the meta device torch would decompose both: attention into a softmax of ``[batch, heads, seq, seq]``,
-dropout into a product with a mask of the input's dtype. Flash attention saves q, k, v, its output and a logarithm per
-row (Dao et al., "FlashAttention", 2022); dropout saves a mask of one byte an element.
+Each storage that autograd saves counts once, while its graph is alive. Attention and dropout save the same tensors as
+fused GPU kernels. On the meta device torch decomposes both: attention into a softmax of ``[batch, heads, seq, seq]``,
+and dropout into a product with a mask of the input's dtype. Flash attention saves q, k, v, its output and one logarithm
+per row (Dao et al., "FlashAttention", 2022). Dropout saves a mask of one byte per element.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from autopar.dry_run.operators import on_meta
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")
-_WIDEST_HEAD = 256  # of flash attention
+_WIDEST_HEAD = 256  # maximum of flash attention
 
 
 class Operation(NamedTuple):
     """One operation that is not a view.
 
     Attributes:
-        flops: The operations of matrix products.
+        flops: The FLOPs of matmuls.
         moved: The bytes read and written.
-        attention: A flag for a fused attention, whose backward computes the scores again.
-        frozen: A flag for a product with a weight that gets no gradient.
+        attention: A flag for fused attention, whose backward recomputes the scores.
+        frozen: A flag for a matmul with a frozen weight.
     """
 
     flops: int
@@ -51,22 +51,22 @@ class Operation(NamedTuple):
 
     @property
     def in_all(self) -> int:
-        """The products of forward and backward."""
+        """The FLOPs of forward and backward."""
         return self.flops * (2 if self.frozen else 3)
 
 
 class Storages(TensorTracking):
-    """A dispatch mode that numbers the storages of tensors, and adds up the bytes of live ones.
+    """A dispatch mode that numbers the storages of tensors, and counts the bytes of live storages.
 
     Args:
-        frozen: The weights that get no gradient.
-        quantized: The frozen weights in 8 bits or fewer, which a product dequantizes first.
+        frozen: The weights without gradients.
+        quantized: The frozen weights of 8 bits or fewer, which are dequantized before each matmul.
 
     Attributes:
-        count: The last number given.
-        live, peak: The bytes of live storages, and the most since :meth:`reset_peak`.
-        operations: A list that takes each operation; None: operations are not noted.
-        keep: A function called with the results of each operator, fused attention included.
+        count: The last assigned number.
+        live, peak: The bytes of live storages, now and at the maximum since :meth:`reset_peak`.
+        operations: A list to which each operation is appended, or None.
+        keep: A callback for the results of each operator, including fused attention.
     """
 
     keep: Callable[[Any, Sequence[torch.Tensor]], None] | None = None
@@ -75,14 +75,14 @@ class Storages(TensorTracking):
         super().__init__()
         self._frozen = {storage_key(weight) for weight in frozen}
         self._quantized = {storage_key(weight): weight.nbytes for weight in quantized}
-        self.numbers: dict[int | None, int] = {}  # live storages, by their keys
-        self._sizes: dict[int, int] = {}  # bytes of the counted ones
+        self.numbers: dict[int | None, int] = {}  # numbers of live storages, by key
+        self._sizes: dict[int, int] = {}  # bytes of counted storages, by key
         self.count = 0
         self.live = self.peak = 0
         self.operations: list[Operation] | None = None
 
     def resized(self, tensor: torch.Tensor) -> None:
-        """Count a storage again that FSDP2 has resized, which frees gathered weights."""
+        """Update the size of a storage after FSDP2 has resized it to allocate or free gathered weights."""
         key = storage_key(tensor)
         if key in self._sizes:
             self._count(key, tensor.untyped_storage().nbytes() - self._sizes[key])
@@ -93,23 +93,23 @@ class Storages(TensorTracking):
         self.peak = max(self.peak, self.live)
 
     def reset_peak(self) -> int:
-        """Reset the peak to the live bytes, and return these."""
+        """Reset the peak to the live bytes, and return the live bytes."""
         self.peak = self.live
         return self.live
 
     def add_operation(self, flops: int, moved: int, *, attention: bool = False) -> None:
-        """Note an operation that torch does not dispatch."""
+        """Record an operation that torch does not dispatch."""
         if self.operations is not None:
             self.operations.append(Operation(flops, moved, attention))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ITEM and args[0].is_meta:  # "is anything padded?": either branch will do
+        if func is ITEM and args[0].is_meta:  # a test for padding: both branches are valid
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is GROUPED_MM and args[0].is_meta and args[0].dtype != torch.bfloat16:
-            halves = [x.to(torch.bfloat16) for x in args[:2]]  # without data torch knows it of bfloat16 only
+            halves = [x.to(torch.bfloat16) for x in args[:2]]  # on the meta device torch supports only bfloat16
             return on_meta(func, (*halves, *args[2:]), kwargs).to(args[0].dtype)
         return on_meta(func, args, kwargs)
 
@@ -135,7 +135,7 @@ class Storages(TensorTracking):
         self.operations.append(Operation(_flops(func, args, kwargs, result), moved, frozen=frozen))
 
     def number(self, tensor: torch.Tensor, *, counted: bool = False) -> int:
-        """Return the number of a tensor's storage; a new one is added to the live bytes if ``counted``."""
+        """Return the number of a tensor's storage. If ``counted``, add a new storage to the live bytes."""
         key = storage_key(tensor)
         if key is None:
             return -1
@@ -159,15 +159,15 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     if packet in flop_registry:
         try:
             return int(flop_registry[packet](*args, **kwargs, out_val=result))
-        except (AssertionError, TypeError):  # a form that torch's formula does not know
+        except (AssertionError, TypeError):  # torch's formula does not support these arguments
             return 0
-    if packet.__name__ in _GROUPED:  # each row meets the matrix of one expert
+    if packet.__name__ in _GROUPED:  # each row is multiplied by the matrix of one expert
         return 2 * args[0].numel() * int(args[1].shape[-1])
     return 0
 
 
 class _Saved:
-    """A tensor that waits for the backward; it dies with the last node that saved it."""
+    """A saved tensor. It is freed together with the last node that saved it."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -175,8 +175,8 @@ class _Saved:
         self.tensor = tensor
 
 
-class Entry(NamedTuple):
-    """One tensor that a node of autograd's graph has saved.
+class SavedTensor(NamedTuple):
+    """A tensor that a node of the autograd graph has saved.
 
     Attributes:
         number, bytes: The number and size of its storage.
@@ -190,29 +190,29 @@ class Entry(NamedTuple):
 
 
 class SavedStorages:
-    """The hooks of :class:`torch.autograd.graph.saved_tensors_hooks`. Weights are not counted.
+    """Hooks for :class:`torch.autograd.graph.saved_tensors_hooks` that record saved tensors, except weights.
 
     Attributes:
-        entries: The tensors that were saved.
-        last: The last node that saved a tensor, and the number of operations noted before it.
+        entries: The saved tensors.
+        last: The last node that saved a tensor, and the number of operations recorded before it.
     """
 
     def __init__(self, storages: Storages, weights: Iterable[torch.Tensor]) -> None:
         self.last = (-1, 0)
-        self.entries: list[Entry] = []
+        self.entries: list[SavedTensor] = []
         self._storages = storages
         self._weights = {storage_key(tensor) for tensor in weights}
         self._entered: dict[int, int] = {}  # a copy of an argument -> the argument
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Note a tensor that is saved."""
-        node = next_sequence_number() - 1  # the node was made last
+        """Record a saved tensor."""
+        node = next_sequence_number() - 1  # of the latest node
         self.last = node, len(self._storages.operations or ())
         if not self._counts(tensor):
             return tensor
         saved = _Saved(tensor)
         size = tensor.untyped_storage().nbytes()
-        self.entries.append(Entry(weakref.ref(saved), self.number(tensor), size, node))
+        self.entries.append(SavedTensor(weakref.ref(saved), self.number(tensor), size, node))
         return saved
 
     @staticmethod
@@ -221,11 +221,11 @@ class SavedStorages:
         return saved.tensor if isinstance(saved, _Saved) else saved
 
     def enter(self, inside: torch.Tensor, argument: torch.Tensor) -> None:
-        """Let a copy of an argument count as the argument."""
+        """Count a copy of an argument as the argument."""
         self._entered[self._storages.number(inside)] = self.number(argument)
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the number of a storage; of a copy, the argument's number."""
+        """Return the number of a storage. A copy has the number of its argument."""
         number = self._storages.number(tensor)
         return self._entered.get(number, number)
 
@@ -233,18 +233,18 @@ class SavedStorages:
         return tensor.is_meta and storage_key(tensor) not in self._weights
 
     def numbered(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-        """Return number and bytes of each storage among tensors that are not weights."""
+        """Return number -> bytes of the tensors' storages, except weights."""
         return {self.number(x): x.untyped_storage().nbytes() for x in filter(self._counts, tensors)}
 
 
-def alive(entries: Iterable[Entry], freed: Collection[int] = ()) -> dict[int, int]:
-    """Return number and bytes of the storages that nodes still save, without the ``freed`` nodes."""
+def alive(entries: Iterable[SavedTensor], freed: Collection[int] = ()) -> dict[int, int]:
+    """Return number -> bytes of the storages that nodes still save, excluding ``freed`` nodes."""
     waiting = (entry for entry in entries if entry.saved() is not None and entry.node not in freed)
     return {entry.number: entry.bytes for entry in waiting}
 
 
 class FusedKernels(TorchFunctionMode):
-    """A function mode that gives attention and dropout the shapes of fused kernels, and notes their operations."""
+    """A function mode that replaces attention and dropout by fused kernels, and records their operations."""
 
     def __init__(self, storages: Storages) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class FusedKernels(TorchFunctionMode):
             return self._attention(func, *args, **kwargs)
         if func in (F.dropout, torch.dropout):
             return self._dropout(*args, **kwargs)
-        if func in (torch.Tensor.backward, torch.autograd.backward):  # which may run blocks again
+        if func in (torch.Tensor.backward, torch.autograd.backward):  # which may recompute blocks
             gradients = kwargs.get("gradient", kwargs.get("grad_tensors"))
             flags = (kwargs.get(name) for name in ("retain_graph", "create_graph", "inputs"))
             with self:
@@ -287,7 +287,7 @@ class FusedKernels(TorchFunctionMode):
         logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
         back = partial(self._storages.add_operation, flops * 5 // 2, 2 * moved)  # five products instead of two
         out: torch.Tensor = _Attention.apply(query, key, value, attn_mask, logarithms, back)
-        if self._storages.keep is not None and not dropout_p:  # with a mask it is computed again
+        if self._storages.keep is not None and not dropout_p:  # with dropout it is recomputed
             self._storages.keep(func, [out, logarithms])
         return out
 

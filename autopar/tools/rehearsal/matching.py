@@ -1,6 +1,6 @@
-"""Compare the traces of ranks, of a rehearsal or a job, and play them against each other. Pure.
+"""Compare and replay the traces of a rehearsal or a job. Pure functions.
 
-A rank without a trace is represented by its stand-in, in the group of the same name.
+For a rank without a trace, another rank with a group of the same name stands in.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from autopar.tools.rehearsal.trace import Call, Group
 
 Traces = Mapping[int, Sequence[Call]]
 MESSAGES = ("send", "recv")
-OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on GPUs as well
+OF_THE_HOST = "pp control"  # uses gloo, also with GPUs, and gloo matches messages by tag
 
 
 def differences(
-    traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[int]], *, cut: Collection[int] = ()
+    traces: Traces, stand_ins_for: Callable[[Sequence[int]], Sequence[int]], *, cut: Collection[int] = ()
 ) -> Iterator[str]:
-    """Yield the first difference of each group, and of each pair that exchanges messages, in a few lines each.
+    """Yield a description of the first difference in each group, and between each sender and receiver.
 
     Args:
         traces: The calls by rank.
-        standing_in: A function from the ranks of a group to their stand-ins, which were traced.
-        cut: The ranks whose programs did not end, which miss no call.
+        stand_ins_for: A function from the ranks of a group to their traced stand-ins.
+        cut: The ranks whose programs did not end. Calls that they lack are not differences.
     """
     yield from _groups_made(traces, cut)
     by_group: dict[int, dict[Group, list[Call]]] = {rank: defaultdict(list) for rank in traces}
@@ -36,7 +36,7 @@ def differences(
     seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
     for rank, groups in by_group.items():
         for group in groups:
-            members = tuple(standing_in(group.ranks))
+            members = tuple(stand_ins_for(group.ranks))
             lines = _lines(group, members, by_group)
             shown = _Compared(group, members, lines)
             key = (group.name, members, tuple(map(id, lines)))
@@ -49,7 +49,7 @@ def differences(
 
 
 class _Compared(NamedTuple):
-    """A group, the stand-in for each of its ranks, and the stand-in's calls over it."""
+    """A group, the stand-in for each of its ranks, and each stand-in's calls over the group."""
 
     group: Group
     members: tuple[int, ...]
@@ -69,8 +69,8 @@ _NONE: list[Call] = []
 
 
 def _lines(group: Group, members: Sequence[int], by_group: _ByGroup) -> list[list[Call]]:
-    """Return the calls of each stand-in: over the group, or over its most similar group of that name."""
-    over = {member: by_group[member].get(group) for member in {*members}}  # once: the world's ranks are many to hash
+    """Return each stand-in's calls over the group, or over its most similar group of the same name."""
+    over = {member: by_group[member].get(group) for member in {*members}}  # once: hashing many ranks is slow
 
     def line(place: int, member: int) -> list[Call]:
         own = over[member]
@@ -84,19 +84,19 @@ def _lines(group: Group, members: Sequence[int], by_group: _ByGroup) -> list[lis
 
 
 def _groups_made(traces: Traces, cut: Collection[int]) -> Iterator[str]:
-    """Every rank makes all groups of the world, in one order."""
+    """Yield a difference if ranks do not create the same groups in the same order."""
     made = {rank: [call for call in calls if call.kind == "new_group"] for rank, calls in traces.items()}
     first, own = next(iter(made.items()), (0, []))
     for rank, calls in made.items():
         for number, pair in enumerate(zip(own, calls, strict=False)):
             if pair[0].group != pair[1].group:
                 one, other = (f"{call.group.name} {list(call.group.ranks)} ({call.where})" for call in pair)
-                yield f"group {number} that rank {first} makes is {one},\n  rank {rank} makes {other}"
+                yield f"rank {first} creates group {number} as {one},\n  rank {rank} as {other}"
                 break
         else:
             fewer = first if len(own) < len(calls) else rank
             if len(calls) != len(own) and fewer not in cut:
-                yield f"rank {first} makes {len(own)} groups, rank {rank} makes {len(calls)}"
+                yield f"rank {first} creates {len(own)} groups, but rank {rank} creates {len(calls)}"
 
 
 def _collectives(compared: _Compared, cut: Collection[int]) -> Iterator[str]:
@@ -118,8 +118,8 @@ def _collectives(compared: _Compared, cut: Collection[int]) -> Iterator[str]:
             if len(lines[0]) != len(line) and compared.members[fewer] not in cut:
                 call = lines[more][len(lines[fewer])]
                 yield (
-                    f"{compared.rank(more)} has {len(lines[more])} collectives over {compared}, "
-                    f"{compared.rank(fewer)} has {len(lines[fewer])}.\n  The first that it does not have: {call}\n    "
+                    f"{compared.rank(more)} issues {len(lines[more])} collectives over {compared}, "
+                    f"{compared.rank(fewer)} only {len(lines[fewer])}.\n  The first missing collective: {call}\n    "
                     f"{call.where}"
                 )
     yield from _splits(compared, lines)
@@ -131,11 +131,11 @@ def _contradiction(one: Call, other: Call) -> str:
     if one.dtype != other.dtype:
         return f"have different dtypes, {one.dtype} and {other.dtype}"
     if one.peer != other.peer:
-        return f"have different roots, places {one.peer} and {other.peer} of the group"
+        return f"have different roots, group ranks {one.peer} and {other.peer}"
     if one.reduction != other.reduction:
-        return f"reduce in different ways, {one.reduction} and {other.reduction}"
+        return f"have different reductions, {one.reduction} and {other.reduction}"
     if one.control != other.control:
-        return "are on different devices, one of them on the CPU"
+        return "are on different devices, one on the CPU and one on the GPU"
     objects = one.dtype == "uint8" and one.control  # pickled, of any length
     sizes: list[Any] = [one.sizes, other.sizes]
     if one.kind == "all_to_all":  # the shape of a row; () for lists, whose elements are counted
@@ -146,7 +146,7 @@ def _contradiction(one: Call, other: Call) -> str:
 
 
 def _splits(compared: _Compared, lines: list[list[Call]]) -> Iterator[str]:
-    """Each traced rank sends as many rows to another as that one takes."""
+    """Yield the first all-to-all in which a rank sends a different number of rows than the receiver expects."""
     ranks = compared.group.ranks
     own = [place for place, member in enumerate(compared.members) if member == ranks[place]]
     for number, calls in enumerate(zip(*lines, strict=False)):
@@ -158,14 +158,14 @@ def _splits(compared: _Compared, lines: list[list[Call]]) -> Iterator[str]:
                 if sent != taken:
                     yield (
                         f"collective {number} over {compared}: rank {ranks[one]} sends {sent} rows to rank "
-                        f"{ranks[other]}, which takes {taken}\n  rank {ranks[one]}: {calls[one].where}\n  rank "
+                        f"{ranks[other]}, which expects {taken}\n  rank {ranks[one]}: {calls[one].where}\n  rank "
                         f"{ranks[other]}: {calls[other].where}"
                     )
                     return
 
 
 def _pairs(compared: _Compared, rank: int) -> Iterator[tuple[int, list[Call], list[Call]]]:
-    """Yield each receiver of this rank's messages, the messages sent, and the ones that its stand-in takes."""
+    """Yield each receiver of this rank's messages, the sent messages, and the messages that its stand-in receives."""
     ranks, members = compared.group.ranks, compared.members
     place = ranks.index(rank)
     own = compared.lines[place]
@@ -175,7 +175,7 @@ def _pairs(compared: _Compared, rank: int) -> Iterator[tuple[int, list[Call], li
         back = place if not theirs or theirs[0] == peer else place + theirs[0] - peer
         sent = [call for call in own if (call.kind, call.peer) == ("send", peer)]
         taken = [call for call in other if (call.kind, call.peer) == ("recv", back)]
-        if taken or members[peer] == ranks[peer]:  # a stand-in may be a sender
+        if taken or members[peer] == ranks[peer]:  # a stand-in may send where the receiver receives
             yield ranks[peer], sent, taken
 
 
@@ -200,30 +200,30 @@ def _messages(compared: _Compared, rank: int, cut: Collection[int]) -> Iterator[
                     extra = (sent if len(sent) > len(taken) else taken)[min(len(sent), len(taken))]
                     yield (
                         f"rank {rank} sends {len(sent)} messages with tag {tag} to rank {to} over {name}, which "
-                        f"receives {len(taken)}\n  the first that is too many: {extra}\n  {extra.where}"
+                        f"receives {len(taken)}\n  the first unmatched message: {extra}\n  {extra.where}"
                     )
 
 
 def _in_order(compared: _Compared, rank: int) -> Iterator[str]:
-    """Messages are received in the order of sending: nccl has no tags. Numbers of the CPU use gloo."""
+    """Yield the first message that is not received in the order of sending: NCCL ignores tags. CPU tensors use gloo."""
     for to, *both in _pairs(compared, rank):
         pairs = zip(*([call for call in calls if not call.control] for calls in both), strict=False)
         for number, (one, two) in enumerate(pairs):
             if one.tag != two.tag:
                 yield (
-                    f"message {number} from rank {rank} to rank {to} over {compared.group.name} has tag {one.tag} "
-                    f"where it is sent and {two.tag} where it is received: nccl has no tags, and gives it the wrong "
-                    f"one\n  {one.where}\n  {two.where}"
+                    f"message {number} from rank {rank} to rank {to} over {compared.group.name} is sent with tag "
+                    f"{one.tag} and received with tag {two.tag}: NCCL ignores tags, so the receiver gets the wrong "
+                    f"message\n  {one.where}\n  {two.where}"
                 )
                 break
 
 
 Waited = Mapping[int, int]
-"""The number of a received message -> the number of the call before which its receiver waits."""
+"""The number of a received message -> the number of the call before which the receiver waits for it."""
 
 
 def where_awaited(calls: Sequence[Call], waited: Waited) -> Iterator[int]:
-    """Yield the numbers of calls in the order of play: a message is taken where its receiver waits."""
+    """Yield call numbers in replay order: a message is received where the receiver waits for it."""
     later: dict[int, list[int]] = defaultdict(list)
     for number, before in waited.items():
         if before > number + 1:
@@ -236,7 +236,7 @@ def where_awaited(calls: Sequence[Call], waited: Waited) -> Iterator[int]:
 
 
 def latest(calls: Sequence[Call]) -> dict[int, int]:
-    """Return the latest places where receivers wait in a real trace, which does not note it: the next collectives."""
+    """Return the latest point at which each message can be awaited: before the next collective. Traces omit waits."""
     found: dict[int, int] = {}
     before = len(calls)
     for number in reversed(range(len(calls))):
@@ -250,15 +250,15 @@ def latest(calls: Sequence[Call]) -> dict[int, int]:
 def waiting(
     traces: Traces, *, in_order: bool = False, waited: Mapping[int, Mapping[int, int]] | None = None
 ) -> dict[int, Call]:
-    """Play the calls of all ranks against each other; return the call of each rank that waits for ever.
+    """Replay the calls of all ranks, and return the call in which each deadlocked rank waits.
 
-    A collective waits for all traced members of its group, a receiver for its message. A sender does not wait, as over
-    gloo.
+    A collective waits for all traced members of its group, and a receiver waits for its message. A sender does not
+    wait, as with gloo.
 
     Args:
-        in_order: A flag for nccl: a group carries one message of a rank at a time, in order. Messages of a batch have
-            no order, and numbers of the CPU use gloo.
-        waited: The :data:`Waited` of each rank; by default a receiver waits at once.
+        in_order: A flag for NCCL, where a rank sends one message at a time over a group, in order. Batched messages
+            have no order, and CPU tensors use gloo.
+        waited: The :data:`Waited` of each rank. By default a receiver waits immediately.
     """
     played = {}
     for rank, calls in traces.items():
@@ -272,14 +272,14 @@ def waiting(
 def stuck(
     traces: Traces, *, in_order: bool = False, waited: Mapping[int, Mapping[int, int]] | None = None
 ) -> list[str]:
-    """Describe the calls in which ranks are :func:`waiting`."""
-    over = "over nccl, where a group carries one message after the other, " if in_order else ""
+    """Describe the calls in which ranks deadlock; see :func:`waiting`."""
+    over = "over nccl, where a group sends one message at a time, " if in_order else ""
     left = waiting(traces, in_order=in_order, waited=waited)
     return [f"{over}rank {rank} waits in {call}\n    {call.where}" for rank, call in left.items()]
 
 
-def standing(calls: Mapping[int, Call]) -> list[str]:
-    """Describe the calls in which ranks wait for ever, the one with fewest ranks first."""
+def blocked_calls(calls: Mapping[int, Call]) -> list[str]:
+    """Describe the calls in which ranks deadlock, the call with the fewest ranks first."""
     at: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, call in calls.items():
         at[str(call), call.where].append(rank)
@@ -291,15 +291,15 @@ def standing(calls: Mapping[int, Call]) -> list[str]:
 
 
 def _beside(call: Call) -> bool:
-    """Return whether a message has no order in its group: it is in a batch, or goes over gloo, from the CPU."""
+    """Return whether a message has no order in its group: it is batched, or a CPU tensor over gloo."""
     return call.batched or call.control or call.group.name == OF_THE_HOST
 
 
 class Play:
-    """A play of calls, in no time unless a subclass adds it.
+    """A replay of calls. Calls take no time unless a subclass overrides :meth:`seconds`.
 
     Attributes:
-        left: The calls that are left, by rank.
+        left: The remaining calls, by rank.
         clocks: The seconds since the start, by rank.
     """
 
@@ -311,7 +311,7 @@ class Play:
         self._lines: dict[tuple[str, int], deque[int]] = defaultdict(deque)
 
     def run(self) -> dict[int, Call]:
-        """Play, and return the call of each rank that waits for ever."""
+        """Replay all calls, and return the call in which each deadlocked rank waits."""
         moved = True
         while moved:
             moved = False
@@ -321,11 +321,11 @@ class Play:
         return {rank: calls[0] for rank, calls in self.left.items() if calls}
 
     def seconds(self, rank: int, call: Call) -> float:
-        """Return the seconds of a call."""
+        """Return the duration of a call in seconds."""
         return 0.0
 
     def through(self, rank: int, start: float, end: float) -> None:
-        """End a rank's next call."""
+        """Finish a rank's next call."""
         self.left[rank].popleft()
 
     def _goes(self, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""One rank's rehearsal: ``initialize``, a step, an evaluation, a save and a load, without memory or disk."""
+"""Rehearse one rank: ``initialize``, a step, an evaluation, a save and a load, without memory or disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-import autopar.api  # with all its imports: here, so that the processes do not import them again
+import autopar.api  # imported before the fork, so that the processes share its modules
 import autopar.checkpoint.methods
 import autopar.data_parallel.optimizer
 import autopar.pipeline_parallel.pipeline
@@ -40,45 +40,45 @@ from autopar.tools.compat.fake_world import World, fake_world, without_data
 from autopar.tools.compat.operators import FakeWork
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.planned_model import keep_kernels, without_cache
-from autopar.tools.rehearsal.cast import Answers, LeftAloneError, Links, Standstill, Told
+from autopar.tools.rehearsal.simulated_ranks import Answers, DeadlockDetector, LeftAloneError, Links, Transcript
 from autopar.tools.rehearsal.timeline import Held, Work, WorkCount
 from autopar.tools.rehearsal.trace import Call, Group, Recorder, where
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""A function that makes an optimizer of a model's parameters."""
+"""A function that makes an optimizer from a list of parameters."""
 
 Part = tuple[str, Call]
-"""A call, and the part of the program that it is in: ``initialize``, ``step``, ``evaluation``, ``save``, ``load``."""
+"""A part of the program (``initialize``, ``step``, ``evaluation``, ``save``, ``load``), and a call in it."""
 
 
 class Rehearsed(NamedTuple):
-    """A rank's rehearsal.
+    """Result of one rank's rehearsal.
 
     Attributes:
-        work: The work before each call; empty without a GPU; ``after``: the work after the step's last call.
-        told: The notes for later casts.
-        waited: The places where it waits for messages (:data:`~autopar.tools.rehearsal.matching.Waited`).
-        stands_at: The number of the call in which it waits for ever; -1: its program came to an end.
+        work, after: The work before each call, and after the last call; empty without a GPU.
+        transcript: The transcript for later rounds.
+        waited: The calls before which the rank waits for each message (:data:`.matching.Waited`).
+        blocked_at: The number of the call in which the rank deadlocks; -1: the program ended.
     """
 
     parts: list[Part]
     work: list[Work]
     after: Work
     held: Held
-    told: Told = Told([], {})
+    transcript: Transcript = Transcript([], {})
     waited: Mapping[int, int] = {}
-    stands_at: int = -1
+    blocked_at: int = -1
 
 
 @dataclass(frozen=True)
 class Job:
-    """A program that is rehearsed.
+    """A program to rehearse.
 
     Attributes:
-        model: A model without memory, of which each rank changes a copy.
+        model: A model without memory. Each rank changes a copy.
         inputs: The batch of a replica, without memory.
-        own: The user's loop, called with the model, the optimizer and a batch in place of all after ``initialize``.
-        gpu: The GPU at whose speeds work is counted, or None.
+        own: The user's loop (``loop`` of :func:`autopar.rehearse`), or None.
+        gpu: The GPU whose speed determines the time of work, or None.
     """
 
     model: Any
@@ -92,27 +92,26 @@ class Job:
     optimizer: str | MakeOptimizer = "adamw"
 
 
-_MOST = 200_000  # calls of a rank
+_MOST = 200_000  # calls of one rank
 
 
-def run_cast(
-    job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], earlier: Mapping[int, Told]
+def run_round(
+    job: Job, ranks: Sequence[int], coordinates: Sequence[tuple[int, ...]], earlier: Mapping[int, Transcript]
 ) -> tuple[dict[int, Rehearsed], dict[int, str]]:
-    """Rehearse the ranks of a cast, in a fork of this process each, with the notes of ranks in earlier casts.
+    """Rehearse the ranks of one round, each in a fork of this process.
 
-    Returns:
-        Each rank's rehearsal until its end or failure, and the tracebacks of failed ranks.
+    Returns the result of each rank until its end or failure, and the tracebacks of failed ranks.
     """
     load()
-    context, standstill = multiprocessing.get_context("fork"), Standstill(cast)
-    links: dict[int, dict[int, Connection]] = {rank: {} for rank in cast}
-    for one, other in itertools.combinations(cast, 2):
+    context, deadlock = multiprocessing.get_context("fork"), DeadlockDetector(ranks)
+    links: dict[int, dict[int, Connection]] = {rank: {} for rank in ranks}
+    for one, other in itertools.combinations(ranks, 2):
         links[one][other], links[other][one] = context.Pipe()
     results, processes = {}, []
     try:
-        for rank in cast:
+        for rank in ranks:
             results[rank], end = context.Pipe(duplex=False)
-            given = (job, rank, cast, links[rank], coordinates, earlier, standstill, end)
+            given = (job, rank, ranks, links[rank], coordinates, earlier, deadlock, end)
             processes.append(context.Process(target=_main, args=given))
             processes[-1].start()
             end.close()
@@ -138,20 +137,20 @@ def run_cast(
 def _main(
     job: Job,
     rank: int,
-    cast: Sequence[int],
+    ranks: Sequence[int],
     links: dict[int, Connection],
     coordinates: Sequence[tuple[int, ...]],
-    earlier: Mapping[int, Told],
-    standstill: Standstill,
+    earlier: Mapping[int, Transcript],
+    deadlock: DeadlockDetector,
     result: Connection,
 ) -> None:
-    gc.freeze()  # the collector would go through all that the parent has, and so copy it
+    gc.freeze()  # a collection would touch, and so copy, all pages of the parent
     torch.set_num_threads(1)
     count = None if job.gpu is None else WorkCount(job.gpu, str(getattr(job.config, "precision", "fp32")))
     notes = _Notes(count)
-    lines = Links(rank, links, standstill)
-    answers = Answers(rank, cast, lines, coordinates, earlier, notes.finishes)
-    error, stands_at = "", -1
+    lines = Links(rank, links, deadlock)
+    answers = Answers(rank, ranks, lines, coordinates, earlier, notes.finishes)
+    error, blocked_at = "", -1
     try:
         on_node = min(job.world, job.gpus_per_node)
         numbers = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": rank % on_node, "LOCAL_WORLD_SIZE": on_node}
@@ -159,21 +158,21 @@ def _main(
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
         without_disk()
 
-        told = World(notes.note_group, answers.gives_for, notes.note_resize, notes.note_wait)
-        world = fake_world(rank, job.world, told)
+        callbacks = World(notes.note_group, answers.gives_for, notes.note_resize, notes.note_wait)
+        world = fake_world(rank, job.world, callbacks)
         counted = nullcontext() if count is None else count.counted()
         read = _without_data if count is None else without_data
         recorder = Recorder(lambda call: notes.note(answers.as_issued(call)), answers, read)
         with world, counted, autocast_on_meta(), recorder:
             train(job, job.model, notes.now, *([] if count is None else [count.see]))
     except LeftAloneError:
-        stands_at = notes.last
+        blocked_at = notes.last
     except BaseException:
         error = traceback.format_exc()
     try:
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
-        found = Rehearsed(notes.parts, notes.work, after, held, answers.told, notes.waited, stands_at)
-        lines.tell_end()  # first: another rank may wait for this one
+        found = Rehearsed(notes.parts, notes.work, after, held, answers.transcript, notes.waited, blocked_at)
+        lines.tell_end()  # first, because another rank may wait for this rank
         result.send((error, found))
         lines.drain()
         sys.stdout.flush()
@@ -183,7 +182,7 @@ def _main(
 
 
 class _Notes:
-    """Calls of a rank's program, noted while it runs; ``last``: the number of the call that runs."""
+    """Recorder of a rank's calls; ``last``: the number of the running call."""
 
     def __init__(self, count: WorkCount | None) -> None:
         self.parts: list[Part] = []
@@ -200,7 +199,8 @@ class _Notes:
         if self._count is not None:
             self.work.append(self._count.take())
         if len(self.parts) > _MOST:
-            raise RuntimeError(f"more than {_MOST:,} calls: does a loop wait for a number? They are ones: {call.where}")
+            fix = "Check for a loop that waits for a value: in a rehearsal all values are 1."
+            raise RuntimeError(f"A rank issued more than {_MOST:,} calls: {call.where}\n  {fix}")
 
     def note_group(self, name: str, ranks: list[int]) -> None:
         self.note(Call("new_group", Group(name, tuple(ranks)), (), "", where=where(sys._getframe(1))))
@@ -210,7 +210,7 @@ class _Notes:
             self._count.storages.resized(tensor)
 
     def finishes(self, work: FakeWork, finish: Callable[[], None] | None) -> None:
-        """Remember the handle of the message that was noted last."""
+        """Store the handle of the last recorded message."""
         self._pending[id(work)] = (work, len(self.parts) - 1, finish)
 
     def note_wait(self, work: FakeWork) -> None:
@@ -223,13 +223,13 @@ class _Notes:
 
 
 def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
-    """Answer an operator on tensors without memory in a rehearsal that counts no work."""
+    """Answer an operator on tensors without memory, in a rehearsal without a GPU."""
     found = without_data(function, args, kwargs)
     return on_meta(function, args, kwargs) if found is NotImplemented else found
 
 
 def without_memory(model: PreTrainedModel, *, counted: bool = False, cache: bool = True) -> PreTrainedModel:
-    """Copy a model for a rehearsal: its weights never get memory, also if ``lazy_init`` was to fill them."""
+    """Copy a model without memory for a rehearsal. The weights of a ``lazy_init`` model are not loaded."""
     copied = meta_copy(model, gradients=True)
     keep_kernels(copied, model, grouped=counted)
     if not cache:
@@ -254,14 +254,16 @@ _OPTIMIZERS: dict[str, MakeOptimizer] = {
 def optimizer_of(
     parameters: Iterable[nn.Parameter], optimizer: str | MakeOptimizer = "adamw", *, on_gpu: bool = False
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of a rehearsal, by name or by a function of the parameters.
+    """Make an optimizer by name, or by a function of the parameters. Raises ConfigError if the name is unknown.
 
-    ``on_gpu`` it steps all tensors at a time, torch's default there. Raises ConfigError if the name is unknown.
+    Args:
+        on_gpu: A flag to use the ``foreach`` implementation, torch's default on GPUs.
     """
     if callable(optimizer):
         return optimizer([*parameters])
     if optimizer not in _OPTIMIZERS:
-        raise ConfigError(f"rehearse: optimizer={optimizer!r} is none of {', '.join(_OPTIMIZERS)}, nor a function")
+        known = ", ".join(_OPTIMIZERS)
+        raise ConfigError(f"rehearse: optimizer must be one of {known}, or a function; got {optimizer!r}")
     made = _OPTIMIZERS[optimizer]([*parameters])
     for group in made.param_groups:
         if on_gpu and "foreach" in group:
@@ -270,7 +272,7 @@ def optimizer_of(
 
 
 def loss_of(output: Any, inputs: Any = None) -> torch.Tensor:
-    """Return a model's loss, or without labels the mean of its first output."""
+    """Return a model's loss. Without labels, return the mean of its first output."""
     if getattr(output, "loss", None) is not None:
         return output.loss
     values = output.values() if hasattr(output, "values") else output
@@ -278,7 +280,7 @@ def loss_of(output: Any, inputs: Any = None) -> torch.Tensor:
 
 
 def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any], None] = lambda *_: None) -> None:
-    """Run the program with ``model``, the name of each part in ``now[0]``; call ``see`` as :meth:`WorkCount.see`."""
+    """Run the program. Write the name of the current part to ``now[0]``, and call ``see`` (:meth:`WorkCount.see`)."""
     model.train()
     optimizer = optimizer_of(model.parameters(), job.optimizer, on_gpu=job.gpu is not None)
     model, optimizer = autopar.initialize(model, job.config, optimizer=optimizer)
@@ -297,7 +299,7 @@ def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any], None] 
             loss = loss_of(model(**batch))
         with record("backward".format):
             loss.backward()
-        del loss  # it keeps the results of recomputed blocks
+        del loss  # the graph keeps the results of recomputed blocks
         if not config.fully_sharded:
             autopar.average_gradients(model)
     see("backward", model)
@@ -330,7 +332,7 @@ def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, to
 
 
 def without_disk() -> None:
-    """Let this process, which stays a rehearsed rank, save and load without files."""
+    """Patch this process to save and load without files. The process ends as a rehearsed rank."""
 
     class Writer(save.Writer):
         def make_folder(self) -> list[str]:
@@ -340,10 +342,10 @@ def without_disk() -> None:
             return {}
 
         def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
-            """Leave the manifest unwritten: it lists files."""
+            """Skip the manifest, because there are no files."""
 
     save.Writer, loading.Loader = Writer, _Loader  # type: ignore[misc, assignment]
-    # Rank 0's part after the last exchange: PEFT's files, and the upload, which has no address then.
+    # After the last exchange rank 0 writes PEFT's files and uploads. Skip both.
     if any(feature.name == "peft" for feature in registry.features()):
         from autopar.features.peft.saving import Adapters
 
@@ -352,7 +354,7 @@ def without_disk() -> None:
 
 
 class _Loader:
-    """A rank's part in loading a checkpoint that fits the model: there is nothing to read."""
+    """A loader of an empty checkpoint that matches the model."""
 
     def __init__(self, model: nn.Module, folder: Path, training: Any) -> None:
         manifest = SimpleNamespace(save_id="", order=0, base=QuantizedBase(), parts={}, tensors={})
@@ -362,4 +364,4 @@ class _Loader:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def fill(self) -> None:
-        """Leave the model as it is."""
+        """Keep the weights unchanged."""

@@ -24,14 +24,14 @@ from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import mesh_words
 from autopar.tools.planner.hardware import Node, find_node
 from autopar.tools.planner.network import exposed
-from autopar.tools.rehearsal.cast import axes_of, casts, coordinates_of, standing_in
-from autopar.tools.rehearsal.matching import differences, standing, stuck, where_awaited
-from autopar.tools.rehearsal.one_rank import Job, MakeOptimizer, Part, Rehearsed, inputs_of, run_cast, without_memory
+from autopar.tools.rehearsal.matching import blocked_calls, differences, stuck, where_awaited
+from autopar.tools.rehearsal.one_rank import Job, MakeOptimizer, Part, Rehearsed, inputs_of, run_round, without_memory
+from autopar.tools.rehearsal.simulated_ranks import axes_of, coordinates_of, rounds_of, stand_ins_for
 from autopar.tools.rehearsal.timeline import Held, Timeline, Traffic, chrome_trace, play, traffic_of
 from autopar.tools.rehearsal.trace import Call
 
-# Settings of a configuration without values, shared memory and an accelerator.
-_UNLIKE: dict[str, Any] = {"consistency_check": False, "cpu_transport": "gloo", "zero_cpu_offload": False}
+# A rehearsal has no tensor values, no shared memory and no accelerator.
+_OVERRIDES: dict[str, Any] = {"consistency_check": False, "cpu_transport": "gloo", "zero_cpu_offload": False}
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,14 @@ class Rehearsal:
     Attributes:
         world: The number of ranks of the job.
         mesh: The mesh in words.
-        traces: The calls of each rehearsed rank, with the part of the program of each.
-        problems: The differences and endless waits; empty if every collective and message of the job finds its like,
-            and all ranks come to an end.
+        traces: The calls of each rehearsed rank; each call has its part of the program.
+        problems: The mismatches and deadlocks; empty if all collectives and messages match and all ranks finish.
         traffic: The traffic of the training step by axis.
-        held: The bytes of each rehearsed rank in the training step; only with ``gpu``, and without ``loop``.
-        timeline: The training step, without overlap; None without ``gpu``.
-        hidden: The seconds of the step that overlap hides, as the planner counts them.
-        coordinates: The place of every rank of the world on (pp, cp, ep, tp, dp).
-        seconds, mebibytes: The time of the rehearsal, and the most memory of one of its processes.
+        held: The memory of each rehearsed rank in the training step; only with ``gpu`` and without ``loop``.
+        timeline: The training step without overlap; None without ``gpu``, or if there are problems.
+        hidden: The seconds of communication that overlap with work, by the planner's estimate.
+        coordinates: The coordinates (pp, cp, ep, tp, dp) of every rank of the world.
+        seconds, mebibytes: The duration of the rehearsal, and the peak memory of one of its processes.
     """
 
     world: int
@@ -65,17 +64,17 @@ class Rehearsal:
     mebibytes: float
 
     def calls(self, part: str = "") -> int:
-        """Count the calls of the rehearsed ranks in one part of the program, or in all."""
+        """Count the calls of all rehearsed ranks in one part of the program, or in all parts."""
         return sum(part in ("", own) for parts in self.traces.values() for own, _ in parts)
 
     def write_timeline(self, file: str | Path) -> None:
         """Write the training step for https://ui.perfetto.dev and ``chrome://tracing``.
 
         Raises:
-            ConfigError: If no timeline was made, without ``gpu=`` or an end of all ranks.
+            ConfigError: If there is no timeline, because ``gpu`` was not given or the ranks do not finish.
         """
         if self.timeline is None:
-            raise ConfigError("no timeline was made: rehearse(..., gpu='h100') makes one if it finds no problems")
+            raise ConfigError("The rehearsal has no timeline.\n  Call rehearse(..., gpu='h100'), and fix its problems.")
         Path(file).write_text(json.dumps(chrome_trace(self.timeline)), encoding="utf-8")
 
 
@@ -93,33 +92,33 @@ def rehearse(
 ) -> Rehearsal:
     """Initialize, train a step, evaluate, save and load on some ranks of a job, without GPUs, weights or a network.
 
-    The first and the last rank of each axis, each stage, and ranks with further shapes of shards run in a process of
-    this machine each, on tensors without memory. Every collective is compared with the ones of all members of its
-    group, every message with its receiver's. Then all ranks are played against each other, which shows whether some
-    wait for each other for ever. Comparisons by value (``consistency_check``) are not rehearsed.
+    The rehearsal runs the first and the last rank of each axis, each stage, and one rank for each other shape of
+    shards. Each rank is a local process with tensors that have no memory. The rehearsal compares every collective over
+    all members of its group, and every message with its receive call. Then it replays all ranks to find deadlocks. It
+    does not rehearse comparisons of values (``consistency_check``).
 
     Args:
-        model: A model, only read; or a config, whose causal language model is built without memory.
+        model: A model, which is only read, or a config, whose causal language model is built without memory.
         config: The configuration of :func:`autopar.initialize`.
         world: The number of ranks.
-        batch: The samples of a replica in a step; 0: one for each stage or micro-batch, at least 2.
-        sequence: The tokens of a sample.
-        gpus_per_node: The ranks of a machine; by default the GPUs of ``gpu``, or 8.
-        gpu: A GPU or machine that ``autopar plan`` knows, or its figures: counts memory, and times the step.
-        optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd-momentum``, ``muon`` of all matrices, or a function that makes
-            an optimizer of a list of parameters.
-        loop: A function called with model, optimizer and batch in place of all after ``initialize``.
+        batch: The samples of a replica in a step; 0: one sample for each stage or micro-batch, at least 2.
+        sequence: The tokens of each sample.
+        gpus_per_node: The ranks of a node. Default: the number of ``gpu``'s node, or 8.
+        gpu: A GPU or machine of ``autopar plan``, or its specification. The rehearsal then counts memory and time.
+        optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd-momentum``, ``muon`` (for all matrices), or a function that
+            makes an optimizer from a list of parameters.
+        loop: A function that replaces the program after ``initialize``. It gets the model, optimizer and batch.
 
     Raises:
         ConfigError, PolicyError, UnsupportedModelError: The errors of ``initialize``.
         RuntimeError: If a rank fails in its rehearsal, with its traceback.
     """
     if dist.is_initialized():
-        raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
+        raise ConfigError("rehearse must run before torch.distributed is initialized.\n  Call it in a single process.")
     least = {"world": (world, 1), "batch": (batch, 0), "sequence": (sequence, 1), "gpus_per_node": (gpus_per_node, 1)}
     for name, (size, fits) in least.items():
         if size is not None and size < fits:
-            raise ConfigError(f"rehearse: {name}={size}, and at least {fits} fits")
+            raise ConfigError(f"rehearse: {name} must be at least {fits}; got {size}")
     start = time.perf_counter()
     node = gpu if isinstance(gpu, Node) else find_node(gpu or "dgx-h100", gpus_per_node)
     card = None if gpu is None else node.gpu
@@ -128,12 +127,12 @@ def rehearse(
         with lazy_init():
             built = AutoModelForCausalLM.from_config(model)
     full = without_memory(built, counted=card is not None, cache=loop is not None and card is None)
-    parsed = replace(ParallelConfig.parse(config, world), **_UNLIKE)
+    parsed = replace(ParallelConfig.parse(config, world), **_OVERRIDES)
     tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
     sizes = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp)
     plans = ModelPlans.of(full, None, parsed.policy)
     if not isinstance(plans.inner, PreTrainedModel):
-        raise ConfigError(f"rehearse: {type(full).__name__} is not a Hugging Face model: its inputs are unknown")
+        raise ConfigError(f"rehearse: model must be a Hugging Face PreTrainedModel; got {type(full).__name__}")
     inputs = inputs_of(plans.inner, batch or max(2, sizes.pp, parsed.pipeline.num_microbatches or 1), sequence)
     job = Job(full, parsed, world, inputs, loop, card, gpus_per_node=node.gpus, optimizer=optimizer)
     found, problems = _run(job, plans, sizes)
@@ -162,9 +161,9 @@ def rehearse(
 
 
 def _hidden(config: ParallelConfig, timeline: Timeline | None) -> float:
-    """Return the seconds of the exchange of replicas that overlap with work, on the rank that ends last.
+    """Return the seconds of communication between replicas that overlap with work, on the busiest rank.
 
-    FSDP2's overlaps with all work, the average of gradients with the backward of the last micro-batch.
+    FSDP2's communication overlaps with all work. Gradient averaging overlaps with the last micro-batch's backward.
     """
     if timeline is None or (config.pipeline_parallel_size > 1 and config.zero_stage == 2):
         return 0.0
@@ -176,37 +175,37 @@ def _hidden(config: ParallelConfig, timeline: Timeline | None) -> float:
         work = [slot for slot in work if "backward" in slot.name]
         last = work[-1].name.rpartition("micro-batch ")[2] if work else ""
         work = [slot for slot in work if slot.name.rpartition("micro-batch ")[2] == last]
-    total, beside = (sum(slot.end - slot.start for slot in slots) for slots in (between, work))
-    return total - exposed(total, beside)
+    total, overlapping = (sum(slot.end - slot.start for slot in slots) for slots in (between, work))
+    return total - exposed(total, overlapping)
 
 
 def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehearsed], list[str]]:
-    """Rehearse the ranks that stand for all; return them, and the problems."""
-    made = plan_model(plans, job.config, lambda plan: None)  # once for all processes
-    made.fingerprint(job.model)  # likewise
+    """Rehearse the stand-ins for all ranks; return their results and the problems."""
+    made = plan_model(plans, job.config, lambda plan: None)  # cached before the fork, for all processes
+    made.fingerprint(job.model)  # cached, too
     coordinates = coordinates_of(sizes, job.config.expert_parallel_size)
     found: dict[int, Rehearsed] = {}
 
     def calls_of(found: Mapping[int, Rehearsed]) -> dict[int, list[Call]]:
         return {rank: [call for _, call in one.parts] for rank, one in found.items()}
 
-    def unlike(found: Mapping[int, Rehearsed], cut: Collection[int]) -> Iterator[str]:
-        stands = functools.cache(lambda ranks: standing_in(ranks, [*found], coordinates))
+    def mismatches(found: Mapping[int, Rehearsed], cut: Collection[int]) -> Iterator[str]:
+        stands = functools.cache(lambda ranks: stand_ins_for(ranks, [*found], coordinates))
         return differences(calls_of(found), stands, cut=cut)
 
     with prepared(plans):
         rows = made.features.get("context_parallel")
         chained = rows is not None and bool(rows.in_runs)
-        for cast in casts(sizes, job.config.expert_parallel_size, made.tensors, chained=chained):
-            if set(cast) <= set(found):
+        for ranks in rounds_of(sizes, job.config.expert_parallel_size, made.tensors, chained=chained):
+            if set(ranks) <= set(found):
                 continue
-            made_by, failed = run_cast(job, cast, coordinates, {rank: one.told for rank, one in found.items()})
+            made_by, failed = run_round(job, ranks, coordinates, {rank: one.transcript for rank, one in found.items()})
             if failed:
                 rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
-                before = "".join(f"Before that, {each}" for each in islice(unlike(made_by, made_by), 1))
+                before = "".join(f"Before that, {each}" for each in islice(mismatches(made_by, made_by), 1))
                 raise RuntimeError(f"rank {rank} of {job.world} fails in its rehearsal:\n{failed[rank]}{before}")
             found |= made_by
-    at = {rank: one.parts[one.stands_at][1] for rank, one in found.items() if one.stands_at >= 0}
-    problems = [*unlike(found, at), *standing(at)]
+    at = {rank: one.parts[one.blocked_at][1] for rank, one in found.items() if one.blocked_at >= 0}
+    problems = [*mismatches(found, at), *blocked_calls(at)]
     calls, waited = calls_of(found), {rank: one.waited for rank, one in found.items()}
     return found, problems or stuck(calls, waited=waited) or stuck(calls, waited=waited, in_order=True)

@@ -1,4 +1,4 @@
-"""The time and memory of a rehearsed step: its work and calls, played at the planner's costs, and its traffic."""
+"""Time, memory and traffic of a rehearsed step, from the planner's costs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from autopar.tools.rehearsal.trace import Call
 
 
 class Work(NamedTuple):
-    """Work of a rank before one of its calls; ``action``: the pipeline's action that it belongs to, or ""."""
+    """Work of a rank before one of its calls; ``action``: the pipeline action of the work, or ""."""
 
     seconds: float = 0.0
     action: str = ""
 
 
 class Held(NamedTuple):
-    """Bytes of a rank in the training step.
+    """Bytes that a rank allocates in the training step.
 
     Attributes:
-        weights: The parameters and buffers.
-        gradients, optimizer: The bytes after the backward, and after the optimizer's step.
-        peak: The most bytes at one time in a later step, which finds the optimizer's states.
+        weights: The bytes of parameters and buffers.
+        gradients, optimizer: The bytes of gradients after the backward, and of optimizer state after the step.
+        peak: The peak bytes of a later step, in which the optimizer state exists from the start.
     """
 
     weights: int = 0
@@ -44,24 +44,24 @@ class Held(NamedTuple):
 
 
 class WorkCount:
-    """Counts the operations of a rank at a GPU's speeds, and the bytes that it holds.
+    """Counter of a rank's operations at a GPU's speed, and of its bytes.
 
     Attributes:
-        after: The work after the last call of the step; None before its end.
+        after: The work after the last call of the step; None until the step ends.
     """
 
     def __init__(self, gpu: Gpu, precision: str) -> None:
         self._gpu, self._precision = gpu, precision
         self.storages = Storages()
-        self._name = self._ended = ""  # the action that runs, and one that ended after the last call
-        self._uncounted = 0  # bytes of weights that were there before the count
+        self._name = self._ended = ""  # the running action, and the action that ended after the last call
+        self._uncounted = 0  # bytes of weights allocated before counting started
         self._before_step = 0
         self.held = Held()
         self.after: Work | None = None
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what runs inside."""
+        """Count the operations inside the block."""
         self.storages.operations = []
         with self.storages, FusedKernels(self.storages), listening(self._action):
             yield
@@ -82,18 +82,18 @@ class WorkCount:
         return Work(sum(seconds_of(each, self._gpu, self._precision) for each in operations), action)
 
     def see(self, moment: str, model: Any) -> None:
-        """Count the states when the model is ``ready``, after the ``backward``, and after the ``step``."""
+        """Count the bytes at a moment: ``ready`` (before the step), ``backward`` or ``step`` (after it)."""
         if moment == "ready":
             weights = _storages_of([*model.parameters(), *model.buffers()])
             self._uncounted = sum(size for key, size in weights.items() if key not in self.storages.numbers)
-            masters = self.storages.reset_peak() + self._uncounted - sum(weights.values())  # fp32 copies of half ones
+            masters = self.storages.reset_peak() + self._uncounted - sum(weights.values())  # fp32 master weights
             self.held = Held(weights=sum(weights.values()), optimizer=masters)
         elif moment == "backward":
             gradients = sum(_storages_of(p.grad for p in model.parameters()).values())
             self.held = self.held._replace(gradients=gradients, peak=self.storages.peak + self._uncounted)
             self._before_step = self.storages.reset_peak()
         elif moment == "step":
-            made = self.storages.live - self._before_step  # by the first step
+            made = self.storages.live - self._before_step  # the optimizer state, created by the first step
             peak = max(self.held.peak + made, self.storages.peak + self._uncounted)
             self.held = self.held._replace(optimizer=self.held.optimizer + made, peak=peak)
             self.after = self.take()
@@ -106,12 +106,12 @@ def _storages_of(tensors: Iterable[Any]) -> dict[int | None, int]:
 
 
 class Traffic(NamedTuple):
-    """Traffic of the rank that sends most over one axis in a training step, collectives around a ring.
+    """Traffic over one axis in a training step: the maximum over ranks of each number. Collectives use rings.
 
     Attributes:
         calls: The number of collectives and messages.
-        bytes: The bytes that it sends.
-        between: The bytes to other nodes, of the rank that sends most there.
+        bytes: The bytes that a rank sends.
+        between: The bytes that a rank sends to other nodes.
     """
 
     calls: int
@@ -122,10 +122,10 @@ class Traffic(NamedTuple):
 def traffic_of(
     traces: Mapping[int, Iterable[Call]], axes: Mapping[tuple[int, ...], str], gpus_per_node: int
 ) -> dict[str, Traffic]:
-    """Return the traffic by axis, without integers (chosen experts, numbers of tokens) and objects.
+    """Return the traffic by axis, excluding integers (expert indices, token counts) and objects.
 
     Args:
-        axes: The axis of each group's ranks; by default the group's name is taken.
+        axes: The axis of each group's ranks; the default is the group's name.
     """
     found: dict[str, Traffic] = {}
     for rank, calls in traces.items():
@@ -145,7 +145,7 @@ def traffic_of(
 
 
 def full_bytes(call: Call) -> int:
-    """Return the bytes of the full tensor of a collective, or of a message."""
+    """Return the bytes of a collective's full tensor, or of a message."""
     return call.bytes * (len(call.group.ranks) if call.kind in ("all_gather", "gather") else 1)
 
 
@@ -159,12 +159,12 @@ def _to_others(call: Call, rank: int, gpus_per_node: int) -> float:
 
 
 class Slot(NamedTuple):
-    """A span of a rank's time in seconds.
+    """A time interval of a rank, in seconds.
 
     Attributes:
-        lane: ``compute``, ``wait``, or the axis or group that communicates.
-        name: The pipeline's action, or the call.
-        where: The line that issues the call.
+        lane: ``compute``, ``wait``, or the axis or group of the communication.
+        name: The pipeline action, or the call.
+        where: The source line that issues the call.
     """
 
     start: float
@@ -176,17 +176,17 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A training step: the slots of each rank in order."""
+    """A training step: the time slots of each rank in order."""
 
     slots: Mapping[int, Sequence[Slot]]
 
     @property
     def time(self) -> float:
-        """The seconds of the step."""
+        """Duration of the step in seconds."""
         return max((row[-1].end for row in self.slots.values() if row), default=0.0)
 
     def spent(self, rank: int) -> dict[str, float]:
-        """Return the seconds of a rank by lane, ``wait`` until the last rank's end among them."""
+        """Return a rank's seconds by lane. ``wait`` includes the time until the last rank ends."""
         found: dict[str, float] = defaultdict(float)
         for slot in self.slots[rank]:
             found[slot.lane] += slot.end - slot.start
@@ -195,7 +195,7 @@ class Timeline:
 
 
 class _Player(Play):
-    """A play at a machine's costs that notes slots."""
+    """A replay at a machine's costs that records time slots."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Player(Play):
             self._work(rank)
 
     def _work(self, rank: int) -> None:
-        """Do the work before a rank's next call, or its end."""
+        """Add the work before a rank's next call, or before its end."""
         work = self._works[rank].popleft()
         self._add(rank, self.clocks[rank] + work.seconds, "compute", work.action)
 
@@ -225,7 +225,7 @@ class _Player(Play):
         self._work(rank)
 
     def seconds(self, rank: int, call: Call) -> float:
-        if call.control:  # numbers of the host
+        if call.control:  # CPU tensors and objects cost no time
             return 0.0
         ranks = (rank, call.group.ranks[call.peer]) if call.kind == "send" else call.group.ranks
         nodes = len({each // self._node.gpus for each in ranks})
@@ -243,9 +243,9 @@ def play(
     node: Node,
     axes: Mapping[tuple[int, ...], str] | None = None,
 ) -> Timeline:
-    """Play the calls of the step, with work before each and ``after`` them; each but a sender waits where it is issued.
+    """Replay the calls of a step with the work before each call, and the work ``after`` the last call.
 
-    Only rehearsed ranks are played; the rest of a group is there when the first of them is.
+    Every call except a send blocks where it is issued. Ranks that are not rehearsed arrive with the first other rank.
     """
     player = _Player({rank: [*pairs] for rank, pairs in traces.items()}, after, node, axes or {})
     player.run()
@@ -253,7 +253,7 @@ def play(
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the events of https://ui.perfetto.dev and chrome://tracing: ranks as processes, lanes as threads."""
+    """Return events for https://ui.perfetto.dev and chrome://tracing, with ranks as processes and lanes as threads."""
     events: list[dict[str, Any]] = []
     for rank, slots in timeline.slots.items():
         lanes = {lane: number for number, lane in enumerate(dict.fromkeys(slot.lane for slot in slots))}

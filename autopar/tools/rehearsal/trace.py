@@ -1,8 +1,8 @@
-"""Traces: the collectives and messages of a rank, in the order in which it issues them.
+"""Record traces: the collectives and messages of a rank, in the order in which the rank issues them.
 
-A dispatch mode sees every collective that passes torch's dispatcher, also FSDP2's and ``DistributedDataParallel``'s.
-``AUTOPAR_TRACE=folder`` lets each rank of a job write them into ``folder/rank-N.jsonl``, a line each, before they run:
-after a hang the last line is the one in which the rank waits. A rehearsal answers them, and compares ranks.
+A dispatch mode sees every collective that passes torch's dispatcher, including collectives of FSDP2 and
+``DistributedDataParallel``. With ``AUTOPAR_TRACE=folder`` each rank of a job writes a line to ``folder/rank-N.jsonl``
+before each collective runs. After a hang, the last line is the call in which the rank waits.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class Group(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective or message as one rank issues it.
+    """A collective or message that one rank issues.
 
     Attributes:
-        kind: ``all_reduce``, ``send`` and the like.
-        sizes: The shapes that this rank gives.
-        splits: The rows of an all-to-all to each rank, and from each; elements if it takes lists.
-        peer: The number in the group of the root, of a message's receiver or sender; -1: none.
-        where: The line of this library, and the nearest one outside of it and of torch.
-        control: A flag for numbers or objects of the CPU, in place of tensors of the model.
-        reduction: ``sum``, ``max`` and the like.
+        kind: The kind, for example ``all_reduce`` or ``send``.
+        sizes: The shapes of this rank's input tensors.
+        splits: The rows that an all-to-all sends to and receives from each rank; elements for lists of tensors.
+        peer: The group rank of the root, or of the other end of a message; -1: none.
+        where: The source line in this library, and the nearest line outside of this library and torch.
+        control: A flag for CPU tensors and objects, as opposed to tensors of the model.
+        reduction: The reduction, for example ``sum`` or ``max``.
         batched: A flag for a message of a batch without an order (``batch_isend_irecv``).
     """
 
@@ -86,13 +86,13 @@ class Call(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors that this rank gives."""
+        """Bytes of this rank's input tensors."""
         width = getattr(torch, self.dtype).itemsize if self.dtype else 0
         return sum(map(prod, self.sizes)) * width
 
     @property
     def carries_tensors(self) -> bool:
-        """Whether it sends tensors of the model, maybe as bytes: no integers, and no numbers or objects of the CPU."""
+        """Whether the call sends tensors of the model, possibly as bytes; not integers, CPU tensors or objects."""
         if self.control or not self.dtype:
             return False
         as_bytes = self.dtype == "uint8" and self.kind not in ("send", "recv")  # a message of bytes is a header
@@ -109,12 +109,12 @@ class Call(NamedTuple):
 
 
 class Recorder(TensorTracking):
-    """Note every collective that this thread and its backward passes issue inside of ``with``.
+    """A context manager that records all collectives of this thread and its backward passes.
 
     Args:
-        note: A function called with each call before it runs.
-        answer: A function of operator, call and arguments that replaces the backend.
-        read: A function of any other operator and its arguments that answers it, or returns ``NotImplemented``.
+        note: A callback for each call before it runs.
+        answer: A function that replaces the backend. It gets the operator, the call and the arguments.
+        read: A function that answers any other operator, or returns ``NotImplemented``.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class Recorder(TensorTracking):
     ) -> None:
         super().__init__()
         self._note, self.answer, self._read = note, answer, read
-        self._muted = 0  # inside of a collective that is noted as one
+        self._muted = 0  # depth of :meth:`as_one`
         self._groups: dict[Any, Group] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and in_parts(types):
-            return NotImplemented  # the operators and collectives that it is made of come here
+            return NotImplemented  # the operator is decomposed, and its parts come here
         operator, kwargs = operator_of(function), kwargs or {}
         if operator is None:
             found = NotImplemented if self._read is None else self._read(function, args, kwargs)
@@ -159,7 +159,7 @@ class Recorder(TensorTracking):
     def _call(self, operator: Operator, args: tuple[Any, ...]) -> Call:
         given, out = tensors_in(args[operator.given]), tensors_in(args[operator.out]) if operator.out >= 0 else []
         if operator.kind == "scatter":
-            given, out = out, given  # only the root has parts, each has one of them
+            given, out = out, given  # only the root has inputs, but each rank has an output
         first = (given or out)[:1]
         group = self._group(group_of(args[operator.group]))
         control, message = bool(first), operator.kind in ("send", "recv")
@@ -190,7 +190,7 @@ class Recorder(TensorTracking):
 def _splits(
     operator: Operator, args: tuple[Any, ...], given: list[torch.Tensor], out: list[torch.Tensor], members: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the rows to each rank, and from each; equal parts by default."""
+    """Return the rows sent to each rank, and received from each rank; equal splits by default."""
     if len(given) > 1:
         return tuple(x.numel() for x in given), tuple(x.numel() for x in out)
     named = [tuple(args[place]) for place in reversed(operator.splits)]
@@ -199,7 +199,7 @@ def _splits(
 
 
 def _issued_by(frame: Any, *names: str) -> bool:
-    """Return whether a frame of torch's below one of these functions makes a call."""
+    """Return whether one of these torch functions issues the call in ``frame``."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         if frame.f_code.co_name in names:
             return True
@@ -208,7 +208,7 @@ def _issued_by(frame: Any, *names: str) -> bool:
 
 
 def where(frame: Any) -> str:
-    """Return the nearest line of this library above the carriers, and the nearest one outside of it and of torch."""
+    """Return the nearest line of this library outside of the carriers, and the nearest line of user code."""
     ours = outside = ""
     while frame is not None and not outside:
         file, own = _file(frame.f_code.co_filename)
@@ -225,7 +225,7 @@ def where(frame: Any) -> str:
 
 @functools.cache
 def _file(path: str) -> tuple[str, bool]:
-    """Return a file's name, or "" for a carrier of calls, and whether it is of this library."""
+    """Return the name of a file, "" for a carrier of calls, and whether the file belongs to this library."""
     if path.startswith(OURS):
         return ("" if os.path.basename(path) in _CARRIERS else f"autopar/{path[len(OURS) :]}"), True
     carries = path.startswith((_TORCH, "<")) or path.endswith(("contextlib.py", "typing_extensions.py"))
@@ -239,9 +239,9 @@ _running: list[Recorder] = []
 
 
 def trace_from_environment() -> None:
-    """Write this rank's trace into the folder of ``AUTOPAR_TRACE`` from now on; once in a process.
+    """Start to write this rank's trace to the folder of ``AUTOPAR_TRACE``, once per process.
 
-    The first line names the job. Later attempts of an elastic job have separate folders.
+    The first line names the job. Each restart of an elastic job has a separate folder.
     """
     named = os.environ.get(TRACE)
     if not named or _running:
@@ -264,10 +264,10 @@ def trace_from_environment() -> None:
 
 
 def read(folder: str | Path) -> dict[int, list[Call]]:
-    """Read the traces of a job by rank.
+    """Read the traces of a job, by rank.
 
     Raises:
-        ConfigError: If there are files of several jobs, or a line is malformed.
+        ConfigError: If the folder has files of several jobs, or a line is malformed.
     """
     files = {int(path.stem[5:]): path for path in Path(folder).glob("rank-*.jsonl") if path.stem[5:].isdecimal()}
     found: dict[int, list[Call]] = {rank: [] for rank in sorted(files)}
@@ -275,7 +275,7 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
     for rank, calls in found.items():
         for number, line in enumerate(files[rank].read_text().splitlines(keepends=True), 1):
             if not line.endswith("\n"):
-                break  # a rank that ended while it wrote
+                break  # the rank was killed while it wrote
             try:
                 loaded = json.loads(line)
                 if isinstance(loaded, dict):
@@ -286,12 +286,12 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
                 raise ConfigError(f"{files[rank]}:{number} is not a line of a trace: {line.strip()[:60]!r}") from error
             group = Group(name, tuple(ranks))
             calls.append(Call(kind, group, tuple(map(tuple, sizes)), dtype, tuple(map(tuple, splits)), *rest))
-    told = {rank: f"{job['world']} ranks" + f" (job {job['job']})" * bool(job["job"]) for rank, job in jobs.items()}
+    shown = {rank: f"{job['world']} ranks" + f" (job {job['job']})" * bool(job["job"]) for rank, job in jobs.items()}
     for rank, job in jobs.items():
         first = next(iter(jobs))
         if job != jobs[first] or rank >= job["world"]:
             raise ConfigError(
-                f"{folder} has traces of several jobs: rank-{first}.jsonl of {told[first]}, rank-{rank}.jsonl of "
-                f"{told[rank]}. Remove one job's files, or give each job a folder"
+                f"{folder} has traces of several jobs: rank-{first}.jsonl of {shown[first]}, rank-{rank}.jsonl of "
+                f"{shown[rank]}.\n  Remove the files of one job, or use a separate folder for each job."
             )
     return found

@@ -1,7 +1,7 @@
-"""Batches for any Hugging Face model: random arguments, with ragged padding and labels; and parts for replicas.
+"""Make batches for any Hugging Face model: random arguments with ragged padding and labels. Split them for replicas.
 
-Some models need more than the dry run's samples: images with text, towers over patches. Candidates are run one after
-another, until the model takes one.
+Some models need more than the inputs of the dry run, for example images with text. This module tries one candidate
+after another until the model accepts one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from autopar.pipeline_parallel.microbatch import OwnLoss
 from autopar.policy.schema import Policy
 from autopar.tools.verification.outputs import measure, named, of_first, reseed, tolerance_of
 
-_FIRST = 3  # ids below are padding, begin and end of sequences in many configs
-_PADDED = 2  # columns at the end of the last sample
+_FIRST = 3  # in many configs, smaller ids are special tokens
+_PADDED = 2  # padding tokens of the last sample
 _CLASSES = 2
-_SIDE = 4  # patches of an image, across and down
+_SIDE = 4  # patches per side of an image
 
 
 def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int) -> list[dict[str, Any]]:
-    """Make batches that the model's forward takes.
+    """Make batches that the model's forward accepts.
 
     Args:
-        count: Number of batches, of ``rows`` samples with ``length`` tokens each.
+        count, rows, length: The numbers of batches, of samples per batch, and of tokens per sample.
 
     Raises:
-        ConfigError: No inputs are known that the model runs with.
+        ConfigError: If the model does not run with any candidate.
     """
     generator = torch.Generator().manual_seed(1)
     problems: list[tuple[str, str]] = []
@@ -54,19 +54,20 @@ def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int) 
             shown = ", ".join(f"{name} {list(value.shape)}" for name, value in made[0].items())
             problems.append((str(problem), shown))
     except ValueError as error:
-        raise ConfigError(f"no inputs can be made for {type(model).__name__}: {error}. Give batches=[...]") from error
-    problem, shown = problems[0]  # of the likeliest
+        name = type(model).__name__
+        raise ConfigError(f"verify cannot make inputs for {name}: {error}.\n  Pass batches=[...].") from error
+    problem, shown = problems[0]  # of the most likely inputs
     raise ConfigError(
-        f"{type(model).__name__} does not run with the inputs that were made for it: {clip(problem, 300)}\n"
-        f"  They were {shown}.\n"
-        "  Give batches=[...] of your own to autopar.verify."
+        f"{type(model).__name__} does not run with generated inputs: {clip(problem, 300)}\n"
+        f"  The inputs were {shown}.\n"
+        "  Pass batches=[...] to autopar.verify."
     )
 
 
 def _filled(model: PreTrainedModel, candidate: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, Any]:
     try:
         table = model.get_input_embeddings()
-    except NotImplementedError:  # towers without words
+    except NotImplementedError:  # a tower without word embeddings
         table = None
     words = getattr(table, "num_embeddings", None) or getattr(_text_config(model), "vocab_size", None)
     vocabulary = int(words or 16)
@@ -91,14 +92,14 @@ def _filled(model: PreTrainedModel, candidate: dict[str, torch.Tensor], generato
 def _text_config(model: PreTrainedModel) -> Any:
     try:
         return model.config.get_text_config()
-    except ValueError:  # it has several
+    except ValueError:  # several text configs
         return model.config
 
 
 def _labels(
     model: PreTrainedModel, made: list[dict[str, Any]], generator: torch.Generator
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield targets that a head may need, the likeliest first; at last none."""
+    """Yield labels that a head may need, the most likely first, and at last no labels."""
     taken = inspect.signature(model.forward).parameters
     rows = len(next(iter(made[0].values())))
     classes = int(getattr(model.config, "num_labels", _CLASSES))
@@ -108,7 +109,7 @@ def _labels(
         words = [{"labels": _where_real(each, inputs)} for each, inputs in drawn]
         if "decoder_input_ids" in made[0]:
             for inputs in made:
-                inputs.pop("decoder_input_ids")  # made of the labels
+                inputs.pop("decoder_input_ids")  # the model derives them from the labels
             yield words
             for each, inputs in drawn:
                 inputs["decoder_input_ids"] = each
@@ -129,32 +130,32 @@ def _draw(generator: torch.Generator, below: int, shape: Any) -> torch.Tensor:
 
 
 def _where_real(values: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    """Return labels that do not count where there is padding."""
+    """Return labels with -100 at padding."""
     mask = inputs.get("attention_mask")
     return values.clone() if mask is None or mask.shape != values.shape else values.masked_fill(mask == 0, -100)
 
 
 @torch.no_grad()
 def _why_not(model: PreTrainedModel, batch: dict[str, Any], *, has_labels: bool) -> str | None:
-    """Return the reason why a batch is not accepted; None if it is, and its labels give a finite loss."""
+    """Return why a model rejects a batch; None if the model runs, with a finite loss if there are labels."""
     training = model.training
     model.eval()
     try:
         output = named(model(**copy.deepcopy(on_device(batch, model.device))))
-    except Exception as error:  # whatever a forward stumbles over
+    except Exception as error:  # a forward may raise anything
         return type_and_text(error)
     finally:
         model.train(training)
     loss = dict(output.items()).get("loss")
     if has_labels and loss is None:
-        return "it returns no loss for labels"
+        return "the forward returns no loss for labels"
     if loss is not None and not (loss.ndim == 0 and torch.isfinite(loss)):
-        return f"its loss is {loss}"
+        return f"the loss is {loss}"
     return None
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return a batch with its tensors on a device."""
+    """Return a batch with all tensors on a device."""
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
@@ -172,10 +173,10 @@ def part_of(batch: Batch, number: int, parts: int) -> dict[str, Any]:
 def fit(
     plain: nn.Module, config: ParallelConfig, batches: Sequence[Batch], given: Policy | None
 ) -> tuple[int, ParallelConfig]:
-    """Return the number of parts in which the plain model takes a batch, and the config with its micro-batches.
+    """Return the number of parts into which the reference model splits a batch, and the config with its micro-batches.
 
-    A loss over pairs in a batch or after a norm over the batch, and the loss of a model whose samples depend on each
-    other, does not add up from micro-batches: then there is one, and the plain model takes the mean over replicas.
+    Some losses are not a sum over micro-batches: contrastive losses, and losses of models with batch norm or other
+    dependencies between samples. Then there is a single micro-batch, and the reference model averages over replicas.
     """
     apart = any(isinstance(module, BatchNorm) for module in plain.modules())
     replicas = config.data_parallel_size(dist.get_world_size())
@@ -196,7 +197,7 @@ def fit(
 
 
 def _has_samples_apart(plain: nn.Module, batches: Sequence[Batch]) -> bool:
-    """Return whether the logits of the two halves of a batch are the logits of the batch; rank 0 tries."""
+    """Return whether the samples of each batch are independent. Rank 0 compares logits of half batches."""
     found = True
     if dist.get_rank() == 0:
         training = plain.training
@@ -204,7 +205,7 @@ def _has_samples_apart(plain: nn.Module, batches: Sequence[Batch]) -> bool:
         try:
             with torch.no_grad():
                 found = all(halves_agree(plain, batch) for batch in batches)
-        except Exception:  # a model that does not run in parts, or at all, is reported where it is compared
+        except Exception:  # a failing model is reported later, in the comparison
             found = True
         finally:
             plain.train(training)
@@ -223,10 +224,10 @@ def halves_agree(plain: nn.Module, batch: Batch) -> bool:
 
 
 def _candidates(model: PreTrainedModel, rows: int, length: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield inputs that a model may take, on the meta device, the likeliest first; data of grids is real.
+    """Yield possible inputs of a model, the most likely first. They are on the meta device, except image grids.
 
     Raises:
-        ValueError: None are known.
+        ValueError: If there are no known inputs.
     """
     taken = inspect.signature(model.forward).parameters
     inputs = sample_inputs(model, rows, length)
@@ -247,7 +248,7 @@ def _candidates(model: PreTrainedModel, rows: int, length: int) -> Iterator[dict
 def _required(
     inputs: dict[str, torch.Tensor], taken: Any, rows: int, length: int, width: int
 ) -> dict[str, torch.Tensor]:
-    """Add the arguments of the forward without a default: more ids, or sequences of vectors."""
+    """Add the required arguments of the forward: more token ids, or sequences of vectors."""
     found = dict(inputs)
     needed = [name for name, each in taken.items() if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
     for name in (name for name in needed if name not in inputs):
@@ -259,7 +260,7 @@ def _required(
 
 
 def _patches(config: PretrainedConfig, rows: int, taken: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield patches of all images in one row, as flat numbers or as small pictures, and the sizes of the images."""
+    """Yield patches of all images in one tensor, as vectors or as small images, with the image sizes."""
     grid = next((name for name in ("grid_thw", "image_grid_thw") if name in taken), None)
     main = next((name for name in ("hidden_states", "pixel_values") if name in taken), None)
     side = getattr(config, "patch_size", None)

@@ -1,8 +1,8 @@
-"""The checks of ``verify``: weights, outputs, tokens, gradients, a step and checkpoints against the plain model's.
+"""Compare weights, outputs, tokens, gradients, a step and checkpoints with the reference model: ``verify``'s checks.
 
-Random draws are compared, too: replicated activations must get identical draws, and shards different ones, at the plain
-model's rates. No seed gives the plain model the draws of several ranks, so states of generators are compared, not
-masks. Stages alone draw from streams that the plain model can take: then outputs are compared.
+The last check compares random draws. Replicated activations must get identical draws, and shards must get different
+draws, at the rates of the reference model. The check compares generator states, because one process cannot reproduce
+the draws of several tensor-parallel ranks. With pipeline stages alone it compares outputs.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from autopar.tools.verification.recording import recording_of, running
 from autopar.tools.verification.report import RankMemory, Row
 from autopar.tools.verification.session import Session, switched_on
 
-_SMALL = 0.05  # of the largest gradient or step: smaller ones are measured by this
-_TOKENS = 6  # that are generated
-_PADDING = 2  # columns on the left of the first prompt
+_SMALL = 0.05  # fraction of the largest gradient or step; the minimum scale of differences
+_TOKENS = 6  # to generate
+_PADDING = 2  # tokens of left padding of the first prompt
 
 
 class Named(NamedTuple):
-    """The distance of a tensor from the plain model's."""
+    """The distance of a tensor from the reference model's tensor."""
 
     name: str
     distance: Distance
 
 
 def worst_row(check: str, what: str, found: Iterable[Named], allowed: float, *, show: bool = True) -> Row:
-    """Return the row of the largest distance; with ``show`` it is named even if it holds."""
+    """Return a row for the largest distance. With ``show``, name the tensor even if the comparison passes."""
     listed = list(found)
     worst = max(listed, key=lambda each: each.distance.relative, default=None)
     if worst is None:
-        return Row(check, what, None, note="this rank has none")
+        return Row(check, what, None, note="this rank has no tensors")
     (relative, problem), holds = worst.distance, worst.distance.relative <= allowed
     failing = sum(each.distance.relative > allowed for each in listed)
     name = worst.name if show or not holds else ""
@@ -77,7 +77,7 @@ def worst_row(check: str, what: str, found: Iterable[Named], allowed: float, *, 
 
 
 def weights(session: Session) -> list[Row]:
-    """Compare the weights of this rank with its parts of the plain model's: equal to the bit."""
+    """Compare the weights of this rank with the shards of the reference model, bit by bit."""
     shard, found = session.mpu.shards.rank, list[Named]()
     for name, mine, theirs in pairs(session):
         expected = local_part(session.plan, name, theirs.detach(), shard)
@@ -90,7 +90,7 @@ def weights(session: Session) -> list[Row]:
 
 
 def pairs(session: Session) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Yield name, this rank's parameter and the plain model's, except for quantized ones."""
+    """Yield name, this rank's parameter and the reference model's parameter. Skip quantized parameters."""
     plain = dict(session.plain.named_parameters())
     quantized = {f"{path}.weight" for path in stored_weights(session.parallel)}
     for name, mine in session.parallel.named_parameters():
@@ -116,7 +116,7 @@ def _outputs(expected: Any, actual: Any) -> list[Named]:
 
 
 def _output_rows(check: str, found: list[Named], allowed: float) -> list[Row]:
-    """Return one row for logits, one for the loss, one for the rest."""
+    """Return one row each for the logits, the loss and all other outputs."""
     chief = {what: [each for each in found if each.name == what] for what in ("logits", "loss")}
     rest = [each for each in found if each.name not in chief]
     rows = [worst_row(check, what, each, allowed, show=False) for what, each in chief.items() if each]
@@ -133,15 +133,15 @@ def backward(session: Session) -> list[Row]:
     outputs, losses = list[Named](), list[Named]()
     for number in range(len(session.batches)):
         expected, loss = session.train_plain(number)
-        with recording_of(session.mpu.tp) as sent:  # the last one is kept
+        with recording_of(session.mpu.tp) as sent:  # keep the last batch
             actual, own = session.train_parallel(number)
         assert own is not None
-        floor = _SMALL * size_of_loss(expected, session.lacking)  # terms that cancel leave their rounding
+        floor = _SMALL * size_of_loss(expected, session.lacking)  # terms may cancel, except for rounding
         losses.append(Named(f"batch {number}", measure(session.mean_loss(number, own), loss, floor)))
         if actual is not None and session.mpu.dp.size == 1:
             outputs += [each for each in _outputs(expected, actual) if not each.name.endswith("loss")]
     with recording_of(session.mpu.tp) as averaged:
-        if not session.piped and session.mpu.cp.size > 1:  # what execute_pipeline does by itself
+        if not session.piped and session.mpu.cp.size > 1:  # execute_pipeline averages them
             average_gradients(session.parallel)
     session.sent = [*sent, *averaged]
     rows = [worst_row("backward", "loss", losses, session.tolerance, show=False)]
@@ -156,11 +156,11 @@ def _gradients(session: Session) -> Iterator[Named]:
     scale = (session.config.precision == "fp16" and getattr(session.optimizers[1], "loss_scale", None)) or 1.0
     for name, mine, theirs in pairs(session):
         if (mine.grad is None) != (theirs.grad is None):
-            lacking = "the plain model's has one" if mine.grad is None else "the plain model's has none"
+            lacking = "only the reference model has one" if mine.grad is None else "the reference model has none"
             has_zero = theirs.grad is not None and not theirs.grad.any()
-            elsewhere = mine.grad is None and not mine.numel()  # all of it lies on other ranks
+            elsewhere = mine.grad is None and not mine.numel()  # other ranks have all rows
             if not has_zero and not elsewhere:
-                yield Named(name, Distance(math.inf, f"gradient present or missing: {lacking}"))
+                yield Named(name, Distance(math.inf, f"gradient mismatch: {lacking}"))
         elif mine.grad is not None and theirs.grad is not None:
             expected = local_part(session.plan, name, theirs.grad, session.mpu.shards.rank)
             yield Named(name, measure(local(mine.grad) / scale, expected, floor))
@@ -170,13 +170,13 @@ def _gradients(session: Session) -> Iterator[Named]:
 
 
 def step(session: Session) -> list[Row]:
-    """Compare what an optimizer step adds to the weights; after :func:`backward`."""
+    """Compare the changes of the weights in an optimizer step. Runs after :func:`backward`."""
     before = {name: local(mine).clone() for name, mine, _ in pairs(session)}
     plain, parallel = session.optimizers
     gradients = (p.grad.abs().max().item() for p in session.plain.parameters() if p.grad is not None and p.grad.numel())
     largest = of_first(max(gradients, default=1.0))
     for group in (*plain.param_groups, *parallel.param_groups):
-        group["eps"] = 0.1 * largest or 1.0  # with a small one AdamW makes a full step from rounding alone
+        group["eps"] = 0.1 * largest or 1.0  # a small eps amplifies rounding errors to a full AdamW step
     if session.config.gradient_clipping:
         torch.nn.utils.clip_grad_norm_(session.plain.parameters(), session.config.gradient_clipping)
     plain.step()
@@ -194,7 +194,7 @@ def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Name
     changes = []
     for name, mine, theirs in pairs(session):
         expected = local_part(session.plan, name, theirs.detach(), session.mpu.shards.rank)
-        start = before[name] if session.exact else 0  # else the optimizer steps fp32 weights; the model's are rounded
+        start = before[name] if session.exact else 0  # half-precision weights are rounded
         changes.append((name, local(mine) - start, expected - start, expected))
     largest = max((change.abs().max().item() for _, _, change, _ in changes if change.numel()), default=0.0)
     for name, own, wanted, weight in changes:
@@ -205,7 +205,7 @@ def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Name
 
 
 def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemory:
-    """Count the bytes of weights, gradients and the optimizer's state."""
+    """Count the bytes of weights, gradients and optimizer state."""
     held = [parameter for parameter in model.parameters() if not parameter.is_meta]
     gradients = [parameter.grad for parameter in held if parameter.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -218,7 +218,7 @@ def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def prompt_of(session: Session) -> dict[str, Any]:
-    """Return the inputs of the first batch without targets; for text alone, the first prompt is padded on the left."""
+    """Return the inputs of the first batch without labels. For text-only models, left-pad the first prompt."""
     batch = session.batches[0]
     inputs = {
         name: value
@@ -236,11 +236,11 @@ def prompt_of(session: Session) -> dict[str, Any]:
 
 
 def generated(model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """Return tokens and the logits of each, chosen greedily."""
+    """Generate tokens greedily. Return tokens and logits."""
     model.eval()
     reseed(0)
     settings: dict[str, Any] = {"max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS, "do_sample": False}
-    if "pixel_values" not in inputs:  # some models pass a custom one on
+    if "pixel_values" not in inputs:  # some models set a custom value
         settings["pad_token_id"] = 0
     with torch.no_grad():
         return model.generate(  # type: ignore[operator]
@@ -249,25 +249,25 @@ def generated(model: nn.Module, inputs: dict[str, Any]) -> Any:
 
 
 def generate(session: Session) -> list[Row]:
-    """Compare tokens and logits."""
+    """Compare generated tokens and their logits."""
     model, reason = session.plain, ""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        reason = f"{type(model).__name__} does not generate"
+        reason = f"{type(model).__name__} does not support generate"
     elif session.mpu.cp.size > 1:
-        reason = "context parallelism does not shorten what is generated token by token"
+        reason = "context parallelism does not support generate"
     elif "input_ids" not in session.batches[0]:
-        reason = "its batch has no input_ids"
+        reason = "the batch has no input_ids"
     if reason:
         return [Row("generate", "tokens", None, note=reason)]
     inputs = prompt_of(session)
     try:
         expected = generated(session.plain, inputs)
-    except Exception as error:  # then parallelism is not the cause
-        return [Row("generate", "tokens", None, note=f"the plain model does not: {type_and_text(error, 120)}")]
+    except Exception as error:  # not caused by parallelism
+        return [Row("generate", "tokens", None, note=f"the reference model fails: {type_and_text(error, 120)}")]
     actual = generated(session.parallel, inputs)
     same = torch.equal(actual.sequences, expected.sequences)
     mine, theirs = (output.sequences[0, -_TOKENS:].tolist() for output in (actual, expected))
-    note = "" if same else f"{mine}, the plain model's are {theirs}"
+    note = "" if same else f"expected {theirs}, got {mine}"
     rows = [Row("generate", "tokens", same, note=note)]
     logits = [
         Named(f"token {number}", Distance(math.inf, "missing") if own is None else measure(own, wanted))
@@ -277,10 +277,10 @@ def generate(session: Session) -> list[Row]:
 
 
 def save(session: Session) -> list[Row]:
-    """Save merged; compare names and bits with the plain model's checkpoint."""
+    """Save a merged checkpoint. Compare its names and bits with the reference model's checkpoint."""
     if not _merges(session):
-        adapted = "quantized weights with adapters are not merged"
-        why = adapted if stored_weights(session.plain) else "the plain module has no save_pretrained"
+        adapted = "merging does not support quantized weights with adapters"
+        why = adapted if stored_weights(session.plain) else "the model has no save_pretrained"
         return [Row("save", "merged checkpoint", None, note=why)]
     with _folder() as folder:
         session.parallel.save_parallelized(folder / "merged", merge_checkpoints=True)
@@ -293,7 +293,7 @@ def save(session: Session) -> list[Row]:
 
 
 def reshard(session: Session) -> list[Row]:
-    """Save shards, write them again for another mesh, merge those, and load them into the model."""
+    """Save shards, reshard them for a different tp size, merge the result, and load it into the model."""
     tp = 3 if session.mpu.tp.size != 3 else 2
     with _folder() as folder:
         session.parallel.save_parallelized(folder / "shards")
@@ -314,7 +314,7 @@ def reshard(session: Session) -> list[Row]:
     with torch.no_grad():
         for name, mine, _ in pairs(session):
             if not hasattr(mine, "full_tensor"):
-                mine.copy_(before[name])  # where loading fails, what follows is not to fail with it
+                mine.copy_(before[name])  # later checks must not fail because of a failed load
     rows = [replace(loaded, check="reshard", what=f"loaded from tp {tp}")]
     if _merges(session):
         rows.append(worst_row("reshard", f"merged from tp {tp}", found, session.allowed, show=False))
@@ -322,13 +322,13 @@ def reshard(session: Session) -> list[Row]:
 
 
 def _merges(session: Session) -> bool:
-    """Return whether the model has a merged checkpoint: a Hugging Face model without adapters on quantized weights."""
+    """Return whether the model supports merged checkpoints."""
     adapted = any(".base_layer" in path for path in stored_weights(session.plain))
     return isinstance(session.plain, PreTrainedModel) and not adapted
 
 
 def _save_plain(session: Session, folder: Path) -> None:
-    """Save the plain model; with its names in memory if their conversion for files cannot be followed."""
+    """Save the reference model. Keep its in-memory names if their conversion for files is unsupported."""
     plain: Any = session.plain
     names = {own: name for name in session.plan.tensors if (own := plain_name(plain, name)) is not None}
     try:
@@ -341,7 +341,7 @@ def _save_plain(session: Session, folder: Path) -> None:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Give a folder that all ranks share; they are on one machine, or share temporary files. No progress bars."""
+    """Yield a temporary folder that all ranks share, and disable progress bars inside the block."""
     shown = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()
     place = of_first(tempfile.mkdtemp(prefix="autopar-verify-") if dist.get_rank() == 0 else "")
@@ -355,10 +355,10 @@ def _folder() -> Iterator[Path]:
 
 
 def _files(mine: Path, plain: Path) -> Iterator[Named]:
-    """Compare the tensors of two checkpoints, whose files are mapped into memory."""
+    """Compare the tensors of two checkpoints."""
     theirs, ours = _tensors(plain), _tensors(mine)
     for name in theirs.keys() ^ ours.keys():
-        where = "is missing" if name in theirs else "is not one of the plain model's"
+        where = "is missing" if name in theirs else "is not in the reference checkpoint"
         yield Named(name, Distance(math.inf, where))
     for name in theirs.keys() & ours.keys():
         yield Named(name, measure(ours[name], theirs[name]))
@@ -370,11 +370,11 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 # -- random draws -----------------------------------------------------------------------------------------------------
 
-_RATE = 0.2  # where a model has none that is on
+_RATE = 0.2  # for a model whose rates are all 0
 
 
 class Draw(NamedTuple):
-    """One draw: its module, the shape, the state of the generator before, and the rate of zeros (0: no dropout)."""
+    """A random draw: its module, its shape, the generator state before it, and its rate (0: not dropout)."""
 
     module: str
     shape: tuple[int, ...]
@@ -383,7 +383,7 @@ class Draw(NamedTuple):
 
 
 class _Draws(TensorTracking):
-    """Note random draws by their operators; those of recomputed blocks in :attr:`backward`."""
+    """Record random draws. :attr:`backward` has the draws of recomputed blocks."""
 
     def __init__(self, stack: Sequence[str] = ()) -> None:
         super().__init__()
@@ -400,21 +400,21 @@ class _Draws(TensorTracking):
             rate = 1 - rate if func.__name__.startswith("bernoulli") and type(given) is float else rate
             if tensors and (rate or not fused):
                 x = tensors[0]
-                shape = (*x.shape[:-1], tensors[1].shape[-2]) if fused else tuple(x.shape)  # of the scores
+                shape = (*x.shape[:-1], tensors[1].shape[-2]) if fused else tuple(x.shape)  # shape of the scores
                 draw = Draw(self.stack[-1] if self.stack else "", shape, generator_state(x.device), rate)
                 (self.backward if in_backward() else self.forward).append(draw)
         return func(*args, **kwargs)
 
 
 def generator_state(device: torch.device) -> str:
-    """Return a digest of the state of the default generator of a device."""
+    """Return a digest of the state of a device's default generator."""
     on_host = device.type in ("cpu", "meta")
     state = torch.get_rng_state() if on_host else torch.get_device_module(device).get_rng_state(device)
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 class Place(NamedTuple):
-    """The place of a rank in its replica."""
+    """The coordinates of a rank in its replica."""
 
     pp: int
     cp: int
@@ -422,10 +422,10 @@ class Place(NamedTuple):
 
 
 def wrong_draws(plain: Sequence[Draw], everyone: Mapping[Place, Sequence[Draw]]) -> Iterator[tuple[str, str]]:
-    """Yield module and problem of each draw that is identical where it must differ, or the other way round. Pure.
+    """Yield module and problem of each draw that wrongly differs, or is wrongly identical, on different ranks.
 
     Args:
-        plain: The draws of the plain model; other shapes on the ranks are shards.
+        plain: The draws of the reference model. Draws of a different shape are shards.
         everyone: The draws of each rank of a replica.
     """
     expected = _by_module(plain)
@@ -437,18 +437,18 @@ def wrong_draws(plain: Sequence[Draw], everyone: Mapping[Place, Sequence[Draw]])
         counts = [len(by_rank[place].get(module, [])) for place in ranks or everyone]
         if not draws_of_plain or not all(counts) or any(count % len(draws_of_plain) for count in counts):
             listed = ", ".join(map(str, counts))
-            yield module, f"draws {listed} times on the ranks, {len(draws_of_plain)} times in the plain model"
+            yield module, f"draws {listed} times on the ranks, {len(draws_of_plain)} times in the reference model"
             continue
         for number, full in enumerate(draws_of_plain):
             held = {place: _joined(by_rank[place][module], number, len(draws_of_plain)) for place in ranks}
             draws = list(held.values())
             if any(draw.rate != full.rate for draw in draws):
-                yield module, f"drops {draws[0].rate:g} of its elements, and the plain model's {full.rate:g}"
+                yield module, f"has a dropout rate of {draws[0].rate:g}, expected {full.rate:g}"
             elif any(draw.shape != full.shape for draw in draws):
                 if not _are_apart(held):
-                    yield module, f"draws alike on ranks that hold different parts {list(draws[0].shape)}"
+                    yield module, f"draws identical numbers on ranks with different shards {list(draws[0].shape)}"
             elif len({draw.state for draw in draws}) > 1:
-                yield module, "draws differently on ranks that hold the same activation"
+                yield module, "draws different numbers on ranks with the same activation"
 
 
 def _by_module(draws: Sequence[Draw]) -> dict[str, list[Draw]]:
@@ -459,17 +459,17 @@ def _by_module(draws: Sequence[Draw]) -> dict[str, list[Draw]]:
 
 
 def _joined(draws: Sequence[Draw], number: int, count: int) -> Draw:
-    """Return one of ``count`` draws of a module; attention over two runs of rows draws twice for one."""
+    """Return one of ``count`` draws of a module. Attention over two sequence shards draws twice."""
     runs = len(draws) // count
     parts = draws[number * runs : (number + 1) * runs]
     if runs == 1:
         return parts[0]
     rate = parts[0].rate if len({part.rate for part in parts}) == 1 else -1.0
-    return parts[0]._replace(shape=(runs, *parts[0].shape), rate=rate)  # states part at the first one
+    return parts[0]._replace(shape=(runs, *parts[0].shape), rate=rate)  # the first state identifies all runs
 
 
 def _are_apart(holders: Mapping[Place, Draw]) -> bool:
-    """Return whether all ranks draw apart, or ranks along one axis do, and are identical along the other."""
+    """Return whether the draws of all ranks differ, or differ along one axis and are identical along the other."""
     states = {place: draw.state for place, draw in holders.items()}
     if len(set(states.values())) == len(states):
         return True
@@ -481,10 +481,10 @@ def _are_apart(holders: Mapping[Place, Draw]) -> bool:
 
 
 def dropout(session: Session) -> list[Row]:
-    """Compare the draws of the ranks with the plain model's. Dropout is on in both models."""
+    """Compare the random draws of the ranks with the reference model, with dropout on."""
     tp, pp, cp = session.mpu.tp, session.mpu.pp, session.mpu.cp
     if tp.size == pp.size == cp.size == 1:
-        return [Row("dropout", "random draws", None, note="only ranks of a model do")]
+        return [Row("dropout", "random draws", None, note="requires tp, pp or cp above 1")]
     with switched_on((session.plain, session.parallel), session.rates, _RATE) as switched:
         if not switched:
             return [Row("dropout", "random draws", None, note="the model has no dropout")]
@@ -494,14 +494,14 @@ def dropout(session: Session) -> list[Row]:
                 session.train_parallel(0)
             session.zero_gradients()
             others = set(draws.backward) - set(draws.forward)
-            drawn = f"{len(others)} of {len(draws.backward)} are others than in the forward" if others else ""
-            note = drawn if draws.backward else "nothing was drawn again"
+            drawn = f"{len(others)} of {len(draws.backward)} differ from the forward" if others else ""
+            note = drawn if draws.backward else "recomputation draws no random numbers"
             rows += [Row("dropout", "recomputed draws", not others if draws.backward else None, note=note)]
     return rows
 
 
 def _of_stages(session: Session) -> list[Row]:
-    """Compare outputs with the plain model's, which draws from the streams of the stages."""
+    """Compare outputs with the reference model, which draws from the streams of the stages."""
     plain, expected = _run(session, session.plain)
     _, outputs = _run(session, session.parallel)
     if not plain:
@@ -514,7 +514,7 @@ def _of_stages(session: Session) -> list[Row]:
 
 
 def _of_ranks(session: Session) -> list[Row]:
-    """Compare the draws of all ranks of a replica by their states and rates, then generators and outputs."""
+    """Compare the states and rates of draws over all ranks of a replica, then generator states and outputs."""
     session.evaluate(session.parallel, copy.deepcopy(session.own_part(session.batches[0])))  # the first may run twice
     plain, _ = _run(session, session.plain)
     mine, outputs = _run(session, session.parallel)
@@ -536,19 +536,19 @@ def _of_ranks(session: Session) -> list[Row]:
 
 
 def _comparable(session: Session, draws: list[Draw]) -> list[Draw]:
-    """Return the draws without those in experts, which one rank computes for tokens of all."""
+    """Return the draws outside of experts. One rank computes an expert for the tokens of all ranks."""
     inside = tuple(f"{path}." for path, rule in session.plan.modules.items() if rule.rule == "expert_modules")
     return [draw for draw in draws if not draw.module.startswith(inside)] if inside else draws
 
 
 def _row_alike(what: str, found: set[tuple[int, str]]) -> Row:
-    """Return a row on whether each stage has one state."""
+    """Return a row that fails if the ranks of a stage differ."""
     same = len(found) == len({stage for stage, _ in found})
-    return Row("dropout", what, same, note="" if same else "they differ between ranks that hold the same activations")
+    return Row("dropout", what, same, note="" if same else "the ranks of one stage differ")
 
 
 def _run(session: Session, model: nn.Module) -> tuple[list[Draw], Any]:
-    """Return the draws of a forward in training mode, and its outputs; the plain model draws as stages do."""
+    """Return the draws and outputs of a forward in training mode. The reference model draws like the stages."""
     model.train()
     reseed(7)
     batch = copy.deepcopy(session.own_part(session.batches[0]))

@@ -1,8 +1,8 @@
-"""Diagnosis of a failed check: both models run once more while every module is recorded, and the first difference.
+"""Diagnose a failed check: run both models again, record every module, and find the first difference.
 
-Events have the order of the plain model: inputs and outputs of each module in the forward, then gradients of outputs
-and parameters in the backward. If a module's input is wrong, and all before it was right, then the code that calls it
-is to blame: its parent's. The module to blame is named in words, with the lines of the policy that concern it.
+Events have the order of the reference model: inputs and outputs of modules in the forward, then gradients of outputs
+and parameters in the backward. If the first difference is an input of a module, the parent's code is to blame. The
+diagnosis names the module to blame, with the policy lines about it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from autopar.plan.stages import StagePlan
 from autopar.tools.planner.parallelized import rule_of
 from autopar.tools.verification.checks import generated, prompt_of
 from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, gathered, local, local_part, measure, reseed
-from autopar.tools.verification.recording import Entry, Recording, recorded
+from autopar.tools.verification.recording import ModuleCall, Recording, recorded
 from autopar.tools.verification.report import Culprit, Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.unit_rules import contradicting_layers
 
-_PARTIAL = ("region", "experts", "expert_modules", "once")  # modules inside of them have parts of sums
-_SMALL = 0.05  # of the largest gradient: smaller ones are measured by this
+_PARTIAL = ("region", "experts", "expert_modules", "once")  # modules inside have partial sums
+_SMALL = 0.05  # fraction of the largest gradient; the minimum scale of differences
 
 
 class Event(NamedTuple):
-    """One comparison, of the tensor ``name`` of a module, or of a parameter.
+    """One comparison of the tensor ``name`` of a module, or of a parameter.
 
     Attributes:
         kind: ``input``, ``output``, ``gradient`` (of the output) or ``parameter`` (its gradient).
-        verdict: True if it equals the plain model's, None if it has no counterpart there.
+        verdict: True if the tensor equals the reference model's tensor, None if there is no counterpart.
         difference: The difference, relative to the largest element.
-        call: Number of earlier calls of the module.
-        readers: Paths of modules that read this output, for a gradient.
+        call: The number of earlier calls of the module.
+        readers: The paths of the modules that read the output, for a gradient.
     """
 
     path: str
@@ -57,7 +57,7 @@ class Event(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The first difference: where it shows, the module to blame, and the modules ``since`` the last right event."""
+    """The first difference: its event, the module to blame, and the modules ``since`` the last correct event."""
 
     event: Event
     module: str
@@ -65,7 +65,7 @@ class Found(NamedTuple):
 
 
 def first_difference(events: Sequence[Event]) -> Found | None:
-    """Return the first event that differs, and the module to blame for it; None if there is none."""
+    """Return the first event that differs, with the module to blame, or None."""
     place = next((number for number, event in enumerate(events) if event.verdict is False), None)
     if place is None:
         return None
@@ -75,10 +75,10 @@ def first_difference(events: Sequence[Event]) -> Found | None:
     module = event.path
     if event.kind == "input":
         module = event.path.rpartition(".")[0]
-        since.append(event.path)  # its rule may be wrong for the code that calls it
+        since.append(event.path)  # its rule may be wrong for the parent's code
     elif event.kind == "gradient" and event.readers:
         module = event.readers[0]
-        if len(event.readers) > 1:  # the innermost module that holds all of them
+        if len(event.readers) > 1:  # the innermost module that contains all readers
             split = [path.split(".")[:-1] for path in event.readers]
             same = itertools.takewhile(lambda names: len({*names}) == 1, zip(*split, strict=False))
             module = ".".join(names[0] for names in same)
@@ -86,7 +86,7 @@ def first_difference(events: Sequence[Event]) -> Found | None:
 
 
 class Comparison:
-    """Compares the recording of one rank's model with the plain model's."""
+    """Comparison of the recordings of the reference model and one rank's model."""
 
     def __init__(self, session: Session) -> None:
         self.plan, self.stages, self.slices = session.plan, session.stages, session.slices
@@ -94,7 +94,7 @@ class Comparison:
         self._partial = [path for path, module in self.plan.modules.items() if module.rule in _PARTIAL]
 
     def forward(self, plain: Recording, mine: Recording) -> list[Event]:
-        """Return an event for each input and output of a module, in the plain model's order."""
+        """Return an event for each input and output of a module, in the reference model's order."""
         events: list[Event] = []
         for entry, other in self._paired(plain, mine):
             for name, expected in entry.tensors.items():
@@ -103,8 +103,8 @@ class Comparison:
                 events.append(self._event(entry, entry.kind, name, distance))
         return events
 
-    def _paired(self, plain: Recording, mine: Recording) -> list[tuple[Entry, Entry | None]]:
-        """Return the plain model's entries, each with this rank's, whose last calls count if there are more."""
+    def _paired(self, plain: Recording, mine: Recording) -> list[tuple[ModuleCall, ModuleCall | None]]:
+        """Return the reference model's calls, each with this rank's call. Extra calls at the start are skipped."""
         expected, found = (Counter((entry.path, entry.kind) for entry in each.entries) for each in (plain, mine))
         more = {place: max(0, count - expected[place]) for place, count in found.items()}
         own = {(each.path, each.kind, each.call - more[each.path, each.kind]): each for each in mine.entries}
@@ -117,15 +117,15 @@ class Comparison:
         """Return an event for each gradient of an output or a parameter, in the order of the backward pass.
 
         Args:
-            models: The plain model, and this rank's, with gradients.
-            largest: The largest element of all gradients of parameters.
+            models: The reference model and this rank's model, with gradients.
+            largest: The largest element of all parameter gradients.
         """
         scale = max((float(g.abs().max()) for e in plain.entries for g in e.gradients.values() if g.numel()), default=0)
         events: list[Event] = []
         for entry, other in reversed(self._paired(plain, mine)):
             for name, expected in entry.gradients.items():
                 actual = None if other is None else other.gradients.get(name)
-                if actual is not None and self.slices.mpu.cp.size > 1:  # of own rows, as many times as there are ranks
+                if actual is not None and self.slices.mpu.cp.size > 1:  # a sequence shard, scaled by cp
                     actual = None if actual.shape == expected.shape else actual / self.slices.mpu.cp.size
                 distance = None if actual is None else self._compare(entry.path, actual, expected, _SMALL * scale)
                 large = distance is not None and distance.relative > OF_GRADIENTS * self.tolerance
@@ -137,16 +137,16 @@ class Comparison:
                 events += self._of_parameters(entry, models, _SMALL * largest)
         return events
 
-    def _of_parameters(self, entry: Entry, models: tuple[nn.Module, nn.Module], floor: float) -> Iterator[Event]:
+    def _of_parameters(self, entry: ModuleCall, models: tuple[nn.Module, nn.Module], floor: float) -> Iterator[Event]:
         plain, mine = (dict(model.named_parameters()) for model in models)
         for name, parameter in plain.items():
             if name.rpartition(".")[0] != entry.path:
                 continue
             other = mine.get(name)
             if other is None or other.is_meta:
-                yield self._event(entry, "parameter", name, None)  # another stage's
+                yield self._event(entry, "parameter", name, None)  # on a different stage
             elif (parameter.grad is None) != (other.grad is None):
-                yield self._event(entry, "parameter", name, Distance(float("inf"), "has a gradient in one of both"))
+                yield self._event(entry, "parameter", name, Distance(float("inf"), "has a gradient in only one model"))
             elif parameter.grad is not None and other.grad is not None:
                 expected = local_part(self.plan, name, parameter.grad, self.slices.mpu.shards.rank)
                 yield self._event(entry, "parameter", name, measure(local(other.grad), expected, floor))
@@ -161,7 +161,7 @@ class Comparison:
         return None if inside or once else distance
 
     def _is_partial_gradient(self, path: str) -> bool:
-        """Return whether gradients of a module's outputs may be parts, which are summed later."""
+        """Return whether gradients of a module's outputs may be partial sums."""
         planned = self.plan.modules.get(path)
         if planned is None:
             return False
@@ -169,7 +169,7 @@ class Comparison:
         return replicated or bool(planned.summed) or planned.aside or planned.enter_output
 
     def _event(
-        self, entry: Entry, kind: str, name: str, distance: Distance | None, readers: tuple[str, ...] = ()
+        self, entry: ModuleCall, kind: str, name: str, distance: Distance | None, readers: tuple[str, ...] = ()
     ) -> Event:
         allowed = self.tolerance * (OF_GRADIENTS if kind in ("gradient", "parameter") else 1)
         verdict = None if distance is None else distance.relative <= allowed
@@ -177,8 +177,8 @@ class Comparison:
         return Event(entry.path, kind, verdict, name, difference, entry.call, readers)
 
 
-def _owners(entries: Sequence[Entry], stages: StagePlan) -> list[int]:
-    """Return for each entry the pipeline rank that computes it: the rank of the last block that began before."""
+def _owners(entries: Sequence[ModuleCall], stages: StagePlan) -> list[int]:
+    """Return for each call the pipeline rank that computes it, the rank of the last block before it."""
     places = {path: place for place, path in enumerate(stages.elements) if place != stages.encoder}
     result: list[int] = []
     stage = 0
@@ -196,16 +196,16 @@ _ORDER = (None, True, False)  # of verdicts
 
 
 def over_ranks(everyone: Sequence[Sequence[Event]]) -> list[Event]:
-    """Return the events with the verdict of all ranks: wrong if one rank is, right if only ranks without one differ."""
+    """Return the events with the verdict over all ranks: False if one rank has False, else True if one has True."""
     found: dict[tuple[str, str, str, int], list[Event]] = {}
-    for events in sorted(everyone, key=len, reverse=True):  # replicas may be given other arguments (a mask)
+    for events in sorted(everyone, key=len, reverse=True):  # replicas may get different arguments (a mask)
         for event in events:
             found.setdefault((event.path, event.kind, event.name, event.call), []).append(event)
     return [max(same, key=lambda event: (_ORDER.index(event.verdict), event.difference)) for same in found.values()]
 
 
 def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | None:
-    """Find the first module that differs, after ``check`` has failed with ``rows``; None if none is. Collective."""
+    """Return the first module that differs, or None, after ``check`` failed with ``rows``. All ranks must call it."""
     culprit = _first_culprit(session, check, rows)
     if culprit is None or session.mpu.tp.size == 1 or check not in ("forward", "generate", "backward"):
         return culprit
@@ -213,7 +213,7 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
 
 
 def _with_contradicting(culprit: Culprit, layers: Sequence[str], plan: Plan) -> Culprit:
-    """Add the layers whose rules contradict the rules around them, of equal layers in several blocks the first."""
+    """Add the layers with contradicting rules. If several blocks have equal layers, add only the first."""
     first = {line_of(plan, path): path for path in reversed(layers)}
     shown = [path for path in layers if path in first.values()]
     if not shown:
@@ -247,27 +247,27 @@ def _first_culprit(session: Session, check: str, rows: Sequence[Row]) -> Culprit
     if found is not None:
         return _culprit_of_found(found, session.plan, session.policy)
     if check == "backward" and any(row.what == "loss" for row in failed):
-        text = "the loss of the batch differs, and no module's output: its parts are weighed in another way"
+        text = "the loss of the batch differs, but no module's output: micro-batches have different weights"
         return Culprit("", text)
     parameters = dict(session.plain.named_parameters())
     named = next((row for row in failed if row.name in parameters), None)
     if named is not None and check in ("backward", "step") and 2 * named.failing > named.of:
         what = "the optimizer's steps" if check == "step" else "no module's output, but the gradients"
-        why = "" if check == "step" else ": they are weighed, or averaged over ranks, in another way"
+        why = "" if check == "step" else ": their weights, or their average over ranks, differ"
         return Culprit("", f"{what} of {named.failing} of {named.of} parameters differ{why}")
     if named is not None:
         what = {"worst gradient": "the gradient of", "worst change of a weight": "the step of"}.get(named.what, "")
         return _culprit_of_parameter(named.name, what, session.plan, session.policy)
     drawn = next((row for row in failed if check == "dropout" and row.note), None)
     if drawn is not None:
-        module = drawn.name if drawn.difference is None else ""  # else it is a tensor of the outputs
+        module = drawn.name if drawn.difference is None else ""  # else the name of an output
         lines = tuple(_lines_of(session.plan, (module,), session.policy)) if module else ()
         return Culprit(module, drawn.note, lines, (module,))
     return None
 
 
 def _training(session: Session) -> list[Event]:
-    """Run the first batch; return events of outputs in the order of the forward, then of gradients."""
+    """Run the first batch. Return events of outputs in forward order, then of gradients."""
     session.zero_gradients()
     session.plain.train()
     session.parallel.train()
@@ -276,7 +276,7 @@ def _training(session: Session) -> list[Event]:
     gradients = [p.grad for p in session.plain.parameters() if p.grad is not None]
     largest = max((gradient.abs().max().item() for gradient in gradients if gradient.numel()), default=0.0)
     backward = comparison.backward(plain, mine, (session.plain, session.parallel), largest)
-    if session.mpu.dp_cp.size > 1:  # parameters have the gradients of other batches, or rows, too
+    if session.mpu.dp_cp.size > 1:  # parameter gradients include all replicas
         backward = [event._replace(verdict=None) if event.kind == "parameter" else event for event in backward]
     return comparison.forward(plain, mine) + backward
 
@@ -331,13 +331,13 @@ def _culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
 
 
 def _culprit_of_parameter(name: str, what: str, plan: Plan, policy: str) -> Culprit:
-    """Describe a parameter that differs, whatever its module computes."""
+    """Describe a parameter that differs."""
     module = name.rpartition(".")[0]
     return Culprit(module, f"{what} {name} differs".strip(), tuple(_lines_of(plan, (module,), policy)), (module,))
 
 
 def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, policy: str) -> Culprit | None:
-    """Describe where an exception came from: the line of a PolicyError, or the innermost module whose code ran."""
+    """Describe the origin of an exception: the line of a PolicyError, or the innermost running module."""
     if isinstance(error, PolicyError) and error.where:
         return Culprit("", clip(first_line(error), 300), (error.where,))
     if plan is None:
@@ -357,9 +357,9 @@ def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, 
 
 
 def _lines_of(plan: Plan, modules: Sequence[str], policy: str) -> Iterator[str]:
-    """Yield the lines of the policy that concern these modules, ``file:line: path: rule``, without doubles.
+    """Yield the policy lines about these modules, as ``file:line: path: rule``, without duplicates.
 
-    Attributes come with their module. A first module without a rule has its children's lines, or its parent's.
+    A module's lines include its attributes. If the first module has no rule, yield its children's or parent's lines.
     """
     seen = set[str]()
     for number, path in enumerate(modules[: 1 + _FOLLOWING]):
@@ -387,7 +387,7 @@ def _own_lines(plan: Plan, path: str) -> list[str]:
 
 
 def _near_lines(plan: Plan, path: str) -> Iterator[str]:
-    """Yield the lines of the modules inside; if there are none, of the nearest module around it."""
+    """Yield the lines of the inner modules. If there are none, yield the lines of the nearest outer module."""
     inside = [other for other in plan.modules if other.startswith(f"{path}.")]
     for other in inside[:4]:
         yield from _own_lines(plan, other)

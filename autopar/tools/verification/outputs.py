@@ -1,10 +1,10 @@
-"""Outputs of any model by name, a loss, distances of tensors from the plain model's; values of other ranks.
+"""Compare outputs and tensors with the reference model's, and exchange values between ranks.
 
-Differences are measured by the largest expected element, so a gradient of 1e-6 is compared as closely as logits of 20.
-``floor`` is for tensors that are zero except for rounding (the gradient of a key's bias).
+Differences are relative to the largest expected element. So gradients of 1e-6 are compared as closely as logits of 20.
+``floor`` is for tensors that are zero except for rounding, for example the gradient of a key's bias.
 
-A parameter's shard follows from the plan. An activation's is found: a dim that is shorter than the plain model's is cut
-by units of the plan (heads, features, rows of the vocabulary), by rows of the sequence, or evenly; all cuts are tried.
+The plan has the shard of a parameter. The shard of an activation is searched: a dim may be sharded by units of the plan
+(heads, features, vocabulary), by the sequence, or evenly.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from autopar.layout import Layout, even_shards, rows_layout
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.plan.plan import ModulePlan, Plan
 
-_MOST = 64  # combinations of cuts that are tried
+_MOST = 64  # combinations of layouts to try
 
 
 def named(output: Any) -> Any:
-    """Return a model's result by names; of several bare tensors the one with a single number is the loss."""
+    """Return a model's outputs by name. In a tuple of tensors the scalar is the loss."""
     if hasattr(output, "items"):
         return output
     listed = output if isinstance(output, tuple) else (output,)
@@ -48,7 +48,7 @@ def floats_of(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def same_floats(expected: Any, actual: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """Yield name, tensor and the other output's tensor of that name; entries of other stages are left out."""
+    """Yield the name, the expected tensor and the actual tensor of each output. Skip outputs of other stages."""
     actual = named(actual)
     for key, value in dict(named(expected).items()).items():
         if key in unavailable(actual):
@@ -63,9 +63,9 @@ def same_floats(expected: Any, actual: Any) -> Iterator[tuple[str, torch.Tensor,
 
 
 def total_loss(output: Any, lacking: Collection[str] = ()) -> torch.Tensor:
-    """Add up all losses of an output; without one, weigh each element of a sample differently, and average samples.
+    """Return the sum of all losses in an output. Without a loss, return a weighted sum of the elements of all outputs.
 
-    Entries that the last pipeline stage does not have (``lacking``) do not count.
+    Each element of a sample has a different weight, and samples are averaged. ``lacking`` outputs do not count.
     """
     losses, entries = _losses(output, lacking)
     return torch.stack(losses or list(_weighed(entries))).sum()
@@ -73,13 +73,13 @@ def total_loss(output: Any, lacking: Collection[str] = ()) -> torch.Tensor:
 
 @torch.no_grad()
 def size_of_loss(output: Any, lacking: Collection[str] = ()) -> float:
-    """Return the size of the terms of :func:`total_loss` if they are weighed elements, which may cancel; else 0."""
+    """Return the sum of absolute terms of :func:`total_loss` without a loss, where terms may cancel; else 0."""
     losses, entries = _losses(output, lacking)
     return 0.0 if losses else sum(each.item() for each in _weighed(entries, of=torch.abs))
 
 
 def _losses(output: Any, lacking: Collection[str]) -> tuple[list[torch.Tensor], list[Any]]:
-    """Return the losses of an output, and all its entries."""
+    """Return the losses of an output, and all its values."""
     present = {name: value for name, value in named(complete(output)).items() if name not in lacking}
     losses = [value for key, value in present.items() if str(key).endswith("loss") and value is not None]
     return losses, list(present.values())
@@ -90,7 +90,7 @@ def _weighed(
 ) -> Iterator[torch.Tensor]:
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
     rows = [tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(-1, 1) for tensor in tensors]
-    most = max(max((row.shape[1] for row in rows), default=0) / 350, 1)  # a sum over many has gradients as large
+    most = max(max((row.shape[1] for row in rows), default=0) / 350, 1)  # keeps gradients small for many elements
     for row in rows:
         weights = torch.linspace(-1, 1, row.shape[1] + 1, device=row.device, dtype=row.dtype)[1:]
         yield of(row * weights).sum(1).mean() / (5 * most)
@@ -109,9 +109,9 @@ TOLERANCES: dict[torch.dtype, float] = {
     torch.float16: 2e-2,
     torch.bfloat16: 8e-2,
 }
-"""Largest difference of outputs that follows from another order of adding up, relative to the largest element."""
+"""Dtype -> maximum difference of outputs from a different order of summation, relative to the largest element."""
 OF_GRADIENTS = 10
-"""Factor for gradients, which have passed through every layer twice."""
+"""Factor for the tolerance of gradients, which pass through every layer twice."""
 
 
 class Distance(NamedTuple):
@@ -122,7 +122,7 @@ class Distance(NamedTuple):
 
 
 def tolerance_of(*dtypes: torch.dtype) -> float:
-    """Return the tolerance for the rounding of these dtypes together."""
+    """Return the largest tolerance of these dtypes."""
     return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
 
 
@@ -130,7 +130,7 @@ def tolerance_of(*dtypes: torch.dtype) -> float:
 def measure(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> Distance:
     """Compare two tensors of any dtype, relative to the largest element of ``expected``, or to ``floor``."""
     if actual.shape != expected.shape:
-        return Distance(math.inf, f"shape {list(actual.shape)}, the plain model's is {list(expected.shape)}")
+        return Distance(math.inf, f"expected shape {list(expected.shape)}, got {list(actual.shape)}")
     actual = actual.detach().to(expected.device)
     expected = expected.detach()
     if actual.dtype == expected.dtype and torch.equal(actual, expected):
@@ -142,7 +142,7 @@ def measure(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) ->
     mine, theirs = actual.to(wide), expected.to(wide)
     odd = ~(torch.isfinite(mine) & torch.isfinite(theirs))
     if odd.any():
-        if not torch.equal(mine[odd], theirs[odd]):  # a mask of -inf is the same in both
+        if not torch.equal(mine[odd], theirs[odd]):  # equal masks of -inf are allowed
             return Distance(math.inf, f"{int(odd.sum())} of {odd.numel()} elements are not finite")
         mine, theirs = mine.masked_fill(odd, 0), theirs.masked_fill(odd, 0)
     largest = (mine - theirs).abs().max().item()
@@ -151,7 +151,7 @@ def measure(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) ->
 
 
 def gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, or of a group's ranks, in their order."""
+    """Return the values of all ranks of the world or of ``group``, in order."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
@@ -165,19 +165,19 @@ def of_first(mine: Any) -> Any:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """Return the tensor, gathered if FSDP has sharded it over replicas."""
+    """Return the tensor. Gather it if FSDP2 shards it over replicas."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local_part(plan: Plan, name: str, full: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the shard of parameter (or gradient) ``name`` that rank ``rank`` of :attr:`Plan.shards` holds."""
+    """Return the shard of parameter (or gradient) ``name`` on ``rank`` of :attr:`Plan.shards`."""
     layout = plan.tensors[plan.canonical(name)].layout
     return full if layout is None else layout.shard(full, rank)
 
 
 class Slices:
-    """The cuts that activations of one parallelized model may have on this rank."""
+    """The possible shards of activations of a parallelized model on this rank."""
 
     def __init__(self, plan: Plan, mpu: MPU) -> None:
         self.plan, self.mpu = plan, mpu
@@ -193,9 +193,9 @@ class Slices:
     def compare(
         self, actual: torch.Tensor, expected: torch.Tensor, planned: ModulePlan | None, floor: float
     ) -> Distance | None:
-        """Return the distance of this rank's tensor to its part of the plain model's; None if no cut has its shape.
+        """Return the distance between this rank's tensor and a shard of ``expected``; None if no shard has its shape.
 
-        A column-parallel layer's layout (``planned``) is taken without a search.
+        The layout of a column-parallel layer (``planned``) is used without a search.
         """
         if actual.shape == expected.shape:
             return measure(actual, expected, floor)
@@ -219,7 +219,7 @@ class Slices:
         return best
 
     def _cuts_of(self, size: int, local: int) -> list[torch.Tensor]:
-        """Return the cuts of a dim of ``size`` that have ``local`` indices."""
+        """Return the index tensors of possible shards of a dim: ``local`` of ``size`` indices."""
         key = (size, local)
         if key not in self._cuts:
             found = (
@@ -245,7 +245,7 @@ class Slices:
 
 
 def _spread(ranges: Sequence[tuple[int, int]], of: int, size: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield ranges of a dim of ``of`` elements on one of ``size``: with wider or narrower units, or repeated."""
+    """Yield ranges in a dim of ``size``, from ranges in a dim of ``of``, with scaled or repeated units."""
     if not of:
         return
     if size % of == 0:

@@ -1,4 +1,4 @@
-"""Recording of the inputs, outputs and gradients of each module in a forward; and of collectives."""
+"""Record the inputs, outputs and gradients of each module in a forward, and the collectives."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from autopar.tools.verification.report import Traffic
 
 
 @dataclass
-class Entry:
-    """Arguments (``input``) or results (``output``) of one call of a module by name, and their gradients.
+class ModuleCall:
+    """The arguments (``input``) or results (``output``) of one call of a module, and their gradients, by name.
 
-    ``call``: number of earlier calls; ``readers``: name of an output -> paths of modules that read it.
+    ``call``: the number of earlier calls; ``readers``: name of an output -> paths of the modules that read it.
     """
 
     path: str
@@ -35,25 +35,25 @@ class Entry:
 
 
 class Recording:
-    """The record of one model: :attr:`entries` in order."""
+    """The recorded calls of one model: :attr:`entries`, in order."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[ModuleCall] = []
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._made: dict[int, tuple[Entry, str]] = {}  # id of a tensor -> what returned it
-        self._alive: list[Any] = []  # so that no id comes twice
+        self._made: dict[int, tuple[ModuleCall, str]] = {}  # id of a tensor -> call and name that returned it
+        self._alive: list[Any] = []  # so that no id is reused
 
     def note(self, path: str, kind: str, values: Any) -> None:
-        """Note arguments or results of a module."""
+        """Record arguments or results of a module."""
         call, self._calls[path, kind] = self._calls[path, kind], self._calls[path, kind] + 1
-        entry = Entry(path, kind, call)
+        entry = ModuleCall(path, kind, call)
         self.entries.append(entry)
         for name, value in leaves(values):
             if not isinstance(value, torch.Tensor) or value.is_meta:
                 continue
             self._alive.append(value)
             made = self._made.get(id(value))
-            if kind == "input" and made is not None:  # compared where it was made
+            if kind == "input" and made is not None:  # compared as an output
                 source, output = made
                 source.readers.setdefault(output, []).append(path)
                 continue
@@ -71,7 +71,7 @@ class Recording:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[Recording]:
-    """Record all calls of modules of ``model`` inside, without recomputation in a backward."""
+    """Record all module calls inside the block, except recomputation in a backward."""
     recording = Recording()
 
     def before(path: str, args: Any, kwargs: Any) -> None:
@@ -86,7 +86,7 @@ def recorded(model: nn.Module) -> Iterator[Recording]:
 
 @contextmanager
 def running(model: nn.Module) -> Iterator[list[str]]:
-    """Give a list that holds, inside, the paths of the modules that run, the outermost first."""
+    """Yield a list of the paths of the running modules, the outermost first."""
     stack: list[str] = []
     with _hooked(model, lambda path, *_: stack.append(path), lambda *_: stack.pop()):
         yield stack
@@ -96,7 +96,7 @@ def running(model: nn.Module) -> Iterator[list[str]]:
 def _hooked(
     model: nn.Module, before: Callable[[str, Any, Any], Any], after: Callable[[str, Any], Any]
 ) -> Iterator[None]:
-    """Call ``before(path, args, kwargs)`` and ``after(path, output)`` around each module, not in a backward pass."""
+    """Call ``before(path, args, kwargs)`` and ``after(path, output)`` around each module, except in a backward."""
     handles = []
     for path, module in model.named_modules():
 
@@ -118,7 +118,7 @@ def _hooked(
 
 
 class Collective(NamedTuple):
-    """Name, elements that a rank gives, and dtype."""
+    """A collective: its name, the number of elements that a rank sends, and the dtype."""
 
     name: str
     elements: int
@@ -126,7 +126,7 @@ class Collective(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the bytes that a rank contributes."""
+        """The bytes that a rank sends."""
         return self.elements * self.dtype.itemsize
 
 
@@ -141,7 +141,7 @@ class _Recorder(TensorTracking):
         return function(*args, **(kwargs or {}))
 
     def note(self, name: str, args: Any) -> None:
-        """Note a call; a rank contributes the smallest of its tensors."""
+        """Record a call. The smallest tensor is the rank's contribution."""
         if tensors := list(tensors_in(args)):
             own = min(tensors, key=lambda tensor: tensor.numel())
             self.found.append(Collective(name, own.numel(), own.dtype))
@@ -149,7 +149,7 @@ class _Recorder(TensorTracking):
 
 @contextmanager
 def recording_of(axis: Axis | None = None) -> Iterator[list[Collective]]:
-    """Record the collectives inside, of torch's process groups and of the memory that the ranks of ``axis`` share."""
+    """Record the collectives inside the block, over torch's process groups and the shared memory of ``axis``."""
     transport: Any = None if axis is None else axis.transport
     with _Recorder() as recorder:
         if transport is None:
@@ -174,10 +174,10 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast
 
 
 def counted(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
-    """Add them up by kind, the largest first. Received messages are left out: another rank has sent them."""
+    """Return the traffic by kind, the largest first. Received messages count on the sender's rank."""
     calls, sizes = Counter[str](), Counter[str]()
     for each in collectives:
-        name = each.name.replace("_", "").replace("recv", "receive")  # as torch and the transport write it
+        name = each.name.replace("_", "").replace("recv", "receive")  # names of torch and of the transport
         kind = next((kind for kind in _KINDS if name.startswith(kind.replace("-", ""))), each.name)
         calls[kind] += 1
         sizes[kind] += each.bytes

@@ -1,4 +1,4 @@
-"""The report of ``verify``: comparisons, the first module that differs, memory and traffic. Plain data."""
+"""The report of ``verify``: comparisons, the first difference, memory and traffic. Plain data."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _VERDICTS = {True: "[green]passes[/]", False: "[red]differs[/]", None: "skipped"
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison with the plain model.
+    """One comparison with the reference model.
 
     Attributes:
         check: ``plan``, ``weights``, ``forward``, ``backward``, ``step``, ``generate``, ``save``, ``reshard`` or
             ``dropout``.
         what: The compared values: ``logits``, ``loss``, ``worst gradient`` ...
-        holds: The verdict; None if it was left out, for the reason in ``note``.
-        difference: The largest difference, relative to the largest expected element; None if it has no number.
-        allowed: The limit of ``difference``.
-        name: The tensor with the largest difference, if there are several.
-        note: The problem, or the reason why it was left out.
+        holds: The verdict; None if the comparison was skipped.
+        difference: The largest difference, relative to the largest expected element, or None.
+        allowed: The maximum allowed ``difference``.
+        name: The tensor with the largest difference, if there are several tensors.
+        note: The problem, or the reason for skipping.
         rank: The rank with the largest difference.
-        failing, of: Numbers of tensors that differ, and of all.
+        failing, of: The numbers of tensors that differ, and of all compared tensors.
     """
 
     check: str
@@ -60,13 +60,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Culprit:
-    """Where the parallelized model first differs from the plain one.
+    """The first difference between the parallelized model and the reference model.
 
     Attributes:
-        module: Path of the module; ``""`` for the model itself, or the loss.
-        found: The difference in words.
-        lines: ``file:line: rule`` of the policy, of this module and the modules that it computes with.
-        modules: Every module that may be meant, the likeliest first: readers of one tensor have one gradient.
+        module: The path of the module; ``""`` for the model itself, or the loss.
+        found: The description of the difference.
+        lines: The policy lines of this module and the modules that it computes with, as ``file:line: rule``.
+        modules: All suspected modules, the most likely first. Readers of one tensor share one gradient.
     """
 
     module: str
@@ -80,7 +80,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives and messages of one kind in a step on rank 0: how many, and the bytes that the rank gives."""
+    """Collectives or messages of one kind in a step on rank 0: the number of calls, and the sent bytes."""
 
     kind: str
     calls: int
@@ -89,7 +89,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that one rank holds after a step."""
+    """Bytes on one rank after a step."""
 
     rank: int
     weights: int
@@ -98,20 +98,20 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class Report:
-    """The findings of :func:`autopar.verify`; the same on every rank.
+class VerificationReport:
+    """The result of :func:`autopar.verify`, identical on all ranks.
 
     Attributes:
-        model: Class of the model; ``parameters`` is the number of its parameters.
-        policy: Name and place of the policy.
-        mesh: Size of each axis.
-        dtype: Dtype of the plain model.
+        model, parameters: The class of the model, and its number of parameters.
+        policy: The name of the policy, with its file and line.
+        mesh: The size of each axis.
+        dtype: The dtype of the reference model.
         device: ``cpu`` or ``cuda``.
         rows: The comparisons, in order.
-        culprit: The first difference; None if there is none, or it is not in a module.
-        memory: Bytes of each rank; ``plain_memory``: of one process with the plain model.
-        traffic: Collectives of a step, by kind.
-        seconds: Duration.
+        culprit: The first difference; None if nothing differs, or no module is to blame.
+        memory, plain_memory: The memory of each rank, and of one process with the reference model.
+        traffic: The collectives of a step, by kind.
+        seconds: The duration in seconds.
     """
 
     model: str
@@ -129,14 +129,14 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs, and something was compared."""
+        """Whether at least one comparison passes and none fails."""
         return all(row.holds is not False for row in self.rows) and any(row.holds for row in self.rows)
 
-    def raise_if_failed(self) -> Report:
-        """Return the report itself.
+    def raise_if_failed(self) -> VerificationReport:
+        """Return the report, or raise an error if a comparison fails.
 
         Raises:
-            VerificationError: something differs; names what, by how much, and where first.
+            VerificationError: If a comparison fails. The message has the differences and the first one's module.
         """
         if self.ok:
             return self
@@ -151,7 +151,7 @@ class Report:
         raise VerificationError("\n".join([*text, *(f"  {line}" for line in blamed)]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, as ``autopar verify --json`` prints it. A difference that is not a number is null."""
+        """Return plain data, in the form of ``autopar verify --json``. An infinite difference is None."""
         data = dataclasses.asdict(self)
         for row in data["rows"]:
             if math.isinf(row["difference"] or 0):
@@ -202,9 +202,9 @@ class Report:
 
 
 def merged(everyone: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
-    """Return for each comparison the row of the rank where it is worst; a rank may lack some comparisons.
+    """Return the worst row over all ranks for each comparison. A rank may lack some comparisons.
 
-    A rank that has nothing to compare leaves a row out (``holds`` None), which counts only if all do.
+    A skipped row (``holds`` None) counts only if all ranks skip the comparison.
     """
 
     def badness(row: Row) -> tuple[int, float]:

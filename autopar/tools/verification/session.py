@@ -1,4 +1,4 @@
-"""A session: the plain model and this rank's parallel one, fed with the same inputs. The checks work on it."""
+"""Run the reference model and this rank's parallelized model on the same inputs, for the checks of ``verify``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LAYERS = re.compile(r"layer_?drop")
 
 
 class Rate(NamedTuple):
-    """A rate; ``place`` is the path of its module, or ``config`` for all configs."""
+    """A dropout rate; ``place``: the path of its module, or ``config``."""
 
     place: str
     owner: Any
@@ -49,12 +49,12 @@ class Rate(NamedTuple):
     value: float
 
     def set(self, value: float) -> None:
-        """Set the rate; configs may declare it as an integer, which 0 is as well."""
+        """Set the rate. Keep the type of 0, because configs may declare integers."""
         setattr(self.owner, self.name, type(self.value)(0) if value == 0 else float(value))
 
 
 def rates(model: nn.Module) -> list[Rate]:
-    """Find all rates of a model: ``p`` of dropouts, numbers called ``*drop*`` on modules and in their configs."""
+    """Return all dropout rates of a model: ``p`` of dropouts, and ``*drop*`` of modules and their configs."""
     found, configs = list[Rate](), dict[int, PretrainedConfig]()
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -74,7 +74,7 @@ def rates(model: nn.Module) -> list[Rate]:
 
 
 def switch_off(model: nn.Module) -> list[Rate]:
-    """Set all rates to 0, and return them as they were."""
+    """Set all rates to 0, and return them with their previous values."""
     found = rates(model)
     for rate in found:
         rate.set(0)
@@ -83,13 +83,14 @@ def switch_off(model: nn.Module) -> list[Rate]:
 
 @contextmanager
 def switched_on(models: Sequence[nn.Module], known: Sequence[Rate], default: float) -> Iterator[bool]:
-    """Switch dropout on inside, with the ``known`` rates, or the ``default`` if all were off; give whether any is on.
+    """Enable dropout inside the block, and yield whether the model has any dropout.
 
-    No layers are dropped, since both models would drop different ones.
+    The rates are the ``known`` rates, or ``default`` if all of them are 0. Layer dropout stays off, because the two
+    models would drop different layers.
     """
     values = {(rate.place, rate.name): rate.value for rate in known if rate.value and not _LAYERS.search(rate.name)}
     if all(place == "config" and "att" not in name for place, name in values):
-        values = {}  # modules have copied theirs, and the rest belongs to no module
+        values = {}  # modules have their own copies; no module reads these
     found = [rate for model in models for rate in rates(model)]
     for rate in found:
         own = default if rate.place != "config" and rate.name in _USUAL else 0.0
@@ -101,26 +102,26 @@ def switched_on(models: Sequence[nn.Module], known: Sequence[Rate], default: flo
             rate.set(0)
 
 
-_RATE = 1e-2  # of learning: a step changes fp32 weights by much more than their rounding
+_RATE = 1e-2  # learning rate; a step changes fp32 weights by much more than rounding
 
 
 class PlainModelError(Exception):
-    """The plain model does not run, so nothing can be compared."""
+    """The reference model does not run, so there is nothing to compare."""
 
 
 class Session:
-    """Both models on this rank.
+    """The reference model and the parallelized model on this rank.
 
     Args:
         model: The full model, which is only read.
-        batches: Arguments of the model, for all replicas together.
+        batches: The model's arguments, with the samples of all replicas.
 
     Attributes:
-        rates: The rates of dropout that ``plain`` and ``parallel`` had; both are without.
-        exact: True if weights keep the plain model's dtype; ``allowed`` is the largest difference of weights.
-        lacking: Entries of the outputs that the last stage does not have (:meth:`find_lacking`).
-        piped: True if batches go through ``execute_pipeline``, over stages or replicas.
-        sent: Collectives of the last batch and the step.
+        plain, parallel, rates: The reference and the parallelized model, without dropout, and their original rates.
+        exact, allowed: A flag, set if weights keep the reference dtype, and the maximum difference of weights.
+        lacking: The outputs that the last stage does not have (:meth:`find_lacking`).
+        piped: A flag, set if ``execute_pipeline`` runs the batches, with several stages or replicas.
+        sent: The collectives of the last batch and the step.
     """
 
     def __init__(
@@ -140,9 +141,9 @@ class Session:
         self.optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] = plain, parallel
         self.parallel, _ = autopar.api.initialize(self.parallel, self.config, policy=policy, optimizer=parallel)
         self.state, self.mpu = self.parallel._autopar, self.parallel.mpu
-        draw_seeds_alike(self.plain)  # which each process would take for itself
+        draw_seeds_alike(self.plain)  # else each process uses a different seed
         self.plain.to(self.mpu.device)
-        sync_parameters(self.plain, self.mpu)  # rank 0's, as the parallel one has them
+        sync_parameters(self.plain, self.mpu)  # the parallel model has rank 0's weights
         self.plan, self.stages = self.state.plan, self.state.stages
         self.policy = str(self.state.policy.where)
         self.slices = Slices(self.plan, self.mpu)
@@ -150,11 +151,11 @@ class Session:
         half = DTYPES.get(config.precision)
         dtypes = {parameter.dtype for parameter in self.plain.parameters() if parameter.is_floating_point()}
         if dtypes == {torch.float64}:
-            with _Dtypes() as computed:  # the plain model's code may compute norms and losses in float32
+            with _Dtypes() as computed:  # code may compute norms and losses in float32
                 self.evaluate(self.plain, self.batches[0])
             dtypes |= computed.found
         if any(stored.kind.takes_rows for stored in stored_weights(self.plain).values()):
-            dtypes.add(torch.float16)  # to which such layers round their inputs, and then to 8 bits
+            dtypes.add(torch.float16)  # such layers round their inputs to fp16, and then to 8 bits
         self.tolerance = tolerance_of(*dtypes, *([half] if half is not None else []))
         self.exact = half is None
         self.allowed = 0.0 if self.exact else self.tolerance
@@ -173,31 +174,31 @@ class Session:
         model.eval()
         reseed(0)
         with self.own_failure(model):
-            return named(model(**copy.deepcopy(dict(batch))))  # some models write into their labels
+            return named(model(**copy.deepcopy(dict(batch))))  # some models modify their labels
 
     @contextmanager
     def own_failure(self, model: nn.Module) -> Iterator[None]:
-        """Raise PlainModelError where the plain model raises an error."""
+        """Raise PlainModelError if the reference model raises an error."""
         try:
             yield
         except Exception as error:
             if model is not self.plain:
                 raise
-            raise PlainModelError(f"the plain model raises {type_and_text(error, 200)}") from error
+            raise PlainModelError(f"the reference model raises {type_and_text(error, 200)}") from error
 
     # -- training --------------------------------------------------------------------------------------------------
 
     def find_lacking(self) -> None:
-        """Find entries of the outputs that the last stage does not have; no loss is made of them."""
+        """Find outputs that the last stage does not have. They are left out of the loss."""
         if self.mpu.pp.size > 1 and not self.has_loss:
             self.lacking = unavailable(self.evaluate(self.parallel, self.own_part(self.batches[0])))
 
     def train_plain(self, number: int) -> tuple[Any, torch.Tensor]:
-        """Run forward and backward of the plain model on one batch; return outputs and loss."""
+        """Run forward and backward of the reference model on one batch. Return outputs and loss."""
         self.plain.train()
         losses = []
         for part in range(self.parts):
-            reseed(number)  # as every replica does
+            reseed(number)  # every replica uses this seed
             with self.own_failure(self.plain), self.drawing_as_stages():
                 output = named(self.plain(**part_of(copy.deepcopy(dict(self.batches[number])), part, self.parts)))
             losses.append(self.loss_of(output) / self.parts)
@@ -206,7 +207,7 @@ class Session:
 
     @contextmanager
     def drawing_as_stages(self) -> Iterator[None]:
-        """Let the plain model draw the random numbers of the parallel model's stages for one micro-batch."""
+        """Make the reference model draw the same random numbers as the parallel model's stages, for one micro-batch."""
         if self.stages is None or self.stages.stages == 1:
             yield
             return
@@ -216,16 +217,16 @@ class Session:
                 yield
 
     def loss_of(self, output: Any) -> torch.Tensor:
-        """Return the model's loss over replicas and micro-batches, else the sum of all that can be differentiated."""
+        """Return the model's loss over replicas and micro-batches; without one, a weighted sum of all outputs."""
         own = loss_in(output) if self.piped else None
         return total_loss(output, self.lacking) if own is None else own
 
     def criterion(self, outputs: Any, inputs: Batch) -> torch.Tensor:
-        """Return the loss of a micro-batch of a model without a loss."""
+        """Return the loss of a micro-batch for a model without a loss."""
         return total_loss(outputs, self.lacking)
 
     def train_parallel(self, number: int) -> tuple[Any, torch.Tensor | None]:
-        """Run forward and backward on this replica's part of a batch; return outputs and loss, None on other stages."""
+        """Run forward and backward on this replica's samples. Return outputs (on the last stage) and loss."""
         self.parallel.train()
         reseed(number)
         batch = copy.deepcopy(self.own_part(self.batches[number]))
@@ -242,7 +243,7 @@ class Session:
         return output, loss.detach()
 
     def mean_loss(self, number: int, loss: torch.Tensor) -> torch.Tensor:
-        """Return the mean of the replicas' losses of a batch, weighted by their labels, as gradients are."""
+        """Return the mean of the replicas' losses, weighted by the number of labels, in the same way as gradients."""
         dp = self.mpu.dp
         if dp.size == 1:
             return loss
@@ -259,14 +260,14 @@ class Session:
         return part_of(batch, self.mpu.dp.rank, self.mpu.dp.size)
 
     def zero_gradients(self) -> None:
-        """Drop the gradients of both models."""
+        """Clear the gradients of both models."""
         for model in (self.plain, self.parallel):
             for parameter in model.parameters():
                 parameter.grad = None
 
 
 class _Dtypes(TensorTracking):
-    """Note the dtypes of all results."""
+    """Record the dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +279,7 @@ class _Dtypes(TensorTracking):
 
 @contextmanager
 def switching(model: nn.Module, plan: StagePlan, streams: Callable[[], Streams]) -> Iterator[None]:
-    """Let a plain model draw as its stages do: hooks switch the micro-batch's ``streams`` where a stage begins."""
+    """Make the reference model draw random numbers as stages do: hooks switch ``streams`` where a stage begins."""
     modules = dict(model.named_modules(remove_duplicate=False))
     hooks: list[Any] = []
 

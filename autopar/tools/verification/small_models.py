@@ -1,11 +1,11 @@
-"""Small models with the structure of large ones: a config with small sizes, and random weights.
+"""Build small models with the structure of large models: a config with small sizes, and random weights.
 
-Sizes are known by their names. Ratios that matter are kept: grouped keys stay grouped, tied weights stay tied, and one
-layer of each kind stays. ``small_fields.yaml`` lists fields that neither names nor other fields tell. Norms, biases and
-matrices of zeros get random values, since constants hide mistakes.
+Sizes are recognized by their names. The small config keeps grouped queries, tied weights, and one layer of each kind.
+``small_fields.yaml`` lists fields that need special values. Norms, biases and constant matrices get random values,
+because constants hide mistakes.
 
-A policy is derived from a small model, since following each feature of billions takes minutes, and tried on the model
-itself in a dry run. The kind of a custom loss is measured: the losses of samples are compared with the batch's loss.
+The policy of a large model is derived from a small model, because tracing a large model takes minutes. A dry run checks
+it on the large model. The kind of a custom loss is measured: a batch's loss is compared with its samples' losses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopar.tools.derivation.derive import derive
 from autopar.tools.verification.batches import make_batches
 
 _FIELDS = Path(__file__).with_name("small_fields.yaml")
-LARGE = 1 << 24  # parameters; a policy of a smaller model is derived from itself
+LARGE = 1 << 24  # parameters; larger models are derived from a small model
 
 _HEADS, _KV_HEADS, _WIDTH, _VOCABULARY, _FEATURES = 4, 2, 8, 131, 36
 _LENGTH, _LAYERS, _EXPERTS, _RANK, _PATCHES = 64, 2, 4, 16, 2
@@ -53,7 +53,7 @@ _HIDDEN = re.compile(
 )
 _HEAD_WIDTH = r"(.*_)?(head_dim|d_kv|kv_channels|attention_head_size|head_size)|qk_(rope|nope)_head_dim"
 _INNER = r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|d_inner|inner_dim|ffn_embed_dim)"
-_SIZES = {  # names -> the most that their numbers become; the first that fits
+_SIZES = {  # pattern of names -> maximum value; the first match counts
     _HEAD_WIDTH: _WIDTH,
     r"(q|kv|o)_lora_rank": _RANK,
     _INNER: _FEATURES,
@@ -78,10 +78,10 @@ _TOKEN = re.compile(r".*_token_(id|index)|.*_token_ids")
 
 
 def small_config(config: PretrainedConfig, *, block: int = 1) -> PretrainedConfig:
-    """Return a copy of a config with small sizes; of one with configs inside, all of them.
+    """Return a copy of a config with small sizes, including its inner configs.
 
     Args:
-        block: heads and features of layers are multiples of it, and wider.
+        block: A divisor of the head and feature sizes, for quantization in blocks.
     """
     small = copy.deepcopy(config)
     _shrink(small, block)
@@ -90,7 +90,7 @@ def small_config(config: PretrainedConfig, *, block: int = 1) -> PretrainedConfi
 
 def _shrink(config: PretrainedConfig, block: int = 1) -> None:
     if any(_is_list(value) and _HEAD_COUNTS.fullmatch(name) for name, value in vars(config).items()):
-        for name, value in vars(config).items():  # one block in each stage, whose widths follow from each other
+        for name, value in vars(config).items():  # one block in each stage; widths depend on each other
             if _is_list(value) and re.fullmatch(r"depths?|num_layers|encoder_depths", name):
                 setattr(config, name, type(value)([min(each, 1 if len(value) > 1 else _LAYERS) for each in value]))
         _set_fields(config, read_data(_FIELDS).get(config.model_type, {}))
@@ -104,17 +104,17 @@ def _shrink(config: PretrainedConfig, block: int = 1) -> None:
         setattr(config, name, value)
     found = vars(config)
     heads = next((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), _HEADS)
-    unset = {"num_key_value_heads": heads, "vocab_size": _VOCABULARY}  # that the code of some models reads
+    unset = {"num_key_value_heads": heads, "vocab_size": _VOCABULARY}  # some models require these values
     unset |= {"head_dim": found["hidden_size"] // heads} if "hidden_size" in found else {}
     for name, value in unset.items():
         if name in found and found[name] is None:
             setattr(config, name, value)
     parts = [vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope")]
     if all(type(part) is int for part in parts) and "qk_head_dim" in vars(config):
-        config.qk_head_dim = sum(parts)  # with and without rotary angles
+        config.qk_head_dim = sum(parts)  # with and without rotary embedding
     _set_rotary(config)
     inner = int(found.get("expand") or found.get("mamba_expand") or 0) * int(found.get("hidden_size") or 0)
-    for count, width in _STATE_HEADS:  # the heads of a state space fill its width
+    for count, width in _STATE_HEADS:  # state-space heads must fill the inner width
         if inner and type(found.get(count)) is int and type(found.get(width)) is int:
             setattr(config, width, min(found[width], 2 * _WIDTH))
             setattr(config, count, inner // found[width])
@@ -124,7 +124,7 @@ def _shrink(config: PretrainedConfig, block: int = 1) -> None:
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", 0) is None:
         config.decoder_start_token_id = 0
     if "vocab_size" in changes and getattr(config, "pad_token_id", 0) is None:
-        config.pad_token_id = 0  # classifiers want one
+        config.pad_token_id = 0  # required by classifiers
 
 
 def _numbers(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
@@ -134,7 +134,7 @@ def _numbers(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
 
 
 def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
-    """Yield the fields that are sizes, and their small values; hidden sizes are multiples of the heads."""
+    """Yield the fields that are sizes, with small values. Hidden sizes are multiples of the number of heads."""
     heads = max((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), default=0)
     hidden = next((value for name, value in _numbers(config) if _HIDDEN.fullmatch(name)), 0)
     for name, value in _numbers(config):
@@ -148,7 +148,7 @@ def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
         elif _HIDDEN.fullmatch(name) or (value == hidden and "size" in name):
             most = _HEADS * max(_WIDTH, block)
         elif name == "image_size" and type(getattr(config, "patch_size", None)) is int:
-            depths: Any = vars(config).get("depths")  # by which the stages of a convolutional net shrink patches
+            depths: Any = vars(config).get("depths")  # each stage of a convolutional network halves the image
             convolves = _is_list(depths) and not any(_HEAD_COUNTS.fullmatch(other) for other in vars(config))
             most = _PATCHES * config.patch_size * (1 << (len(depths) - 1) if convolves else 1)
         if most is not None and value > 1:
@@ -156,14 +156,14 @@ def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
 
 
 def _set_layers(config: PretrainedConfig) -> None:
-    """Keep few layers; of several kinds, in lists as long as there are layers, the first of each."""
+    """Reduce the number of layers. Keep the first layer of each kind, from lists with one item per layer."""
     counts = {name: value for name, value in _numbers(config) if _LAYER_COUNTS.fullmatch(name) and value > _LAYERS}
     for name, count in counts.items():
         listed = {key: value for key, value in vars(config).items() if _is_list(value) and len(value) == count}
         kinds: list[Any] = list(zip(*listed.values(), strict=True)) if listed else []
         hashable = all(isinstance(entry, str | int | float | bool | None) for kind in kinds for entry in kind)
         kept = sorted({kinds.index(kind) for kind in kinds}) if hashable else []
-        pattern: Any = vars(config).get("block_types")  # kinds of blocks that come again and again
+        pattern: Any = vars(config).get("block_types")  # a repeating pattern of block kinds
         wanted = max(_LAYERS, len(pattern) if isinstance(pattern, list) else 0)
         kept = kept[:_EXPERTS] + [place for place in range(count) if place not in kept][: max(0, wanted - len(kept))]
         kept = sorted(kept)
@@ -171,7 +171,7 @@ def _set_layers(config: PretrainedConfig) -> None:
             vars(config)[key] = type(of_layers)(of_layers[place] for place in kept)
         setattr(config, name, len(kept))
     last = max((getattr(config, name) for name in counts), default=_LAYERS) - 1
-    for name, number in _numbers(config):  # a place among layers that are not there any more
+    for name, number in _numbers(config):  # the number of a removed layer
         if re.fullmatch(r"first_k_dense_replace|.*layer_(offset|freq)|.*_every_n?_?layers?", name):
             setattr(config, name, min(number, 1))
         elif re.fullmatch(r".*layer_(period|interval)", name):
@@ -191,7 +191,7 @@ def _set_fields(config: PretrainedConfig, fields: Mapping[str, Any]) -> None:
 
 
 def _set_rotary(config: PretrainedConfig) -> None:
-    """Let the sections of rotary angles (of time, height, width) fill the small heads."""
+    """Set the sections of rotary embeddings (time, height, width) to the size of the small heads."""
     heads = next((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), _HEADS)
     found = vars(config)
     width = found.get("head_dim") or found.get("hidden_size", _HEADS * _WIDTH) // heads
@@ -199,7 +199,7 @@ def _set_rotary(config: PretrainedConfig) -> None:
     def sectioned(rotary: Any) -> Any:
         if not isinstance(rotary, dict) or not rotary:
             return rotary
-        if all(isinstance(value, dict | None) for value in rotary.values()):  # one for each kind of layer
+        if all(isinstance(value, dict | None) for value in rotary.values()):  # one dict per kind of layer
             return {kind: sectioned(of_kind) for kind, of_kind in rotary.items()}
         if "mrope_section" not in rotary and not _reads(config, "mrope_section"):
             return rotary
@@ -213,7 +213,7 @@ def _set_rotary(config: PretrainedConfig) -> None:
 
 
 def _reads(config: PretrainedConfig, word: str) -> bool:
-    """Return whether the code of the config's models has this word: some read what their config only may have."""
+    """Return whether the code of the config's models mentions ``word``, a possibly unset field."""
     try:
         module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
         return word in inspect.getsource(module)
@@ -226,7 +226,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _tokens(config: PretrainedConfig, vocabulary: Any) -> Iterator[tuple[str, Any]]:
-    """Special tokens inside of the vocabulary, each another one."""
+    """Yield distinct ids inside the vocabulary for special tokens."""
     if type(vocabulary) is not int:
         return
     free = vocabulary - 1
@@ -246,24 +246,24 @@ def build_small(
     """Build a model of a class with a small config and random weights, identical on all ranks.
 
     Args:
-        block: Divisor of the sizes, as in :func:`small_config`.
+        block: The divisor of sizes, as in :func:`small_config`.
 
     Raises:
-        ConfigError: The small config fits no model of the class.
+        ConfigError: If the class does not accept the small config.
     """
-    wanted: Any = kind.config_class or PretrainedConfig  # of a model with several towers the config of this class
+    wanted: Any = kind.config_class or PretrainedConfig  # the inner config of this class, if there are several
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
     own = next((each for each in (config, *inner) if isinstance(each, wanted)), config)
     torch.manual_seed(0)
     try:
         small = small_config(own, block=block)
         if callable(getattr(small, "validate", None)):
-            small.validate()  # transformers calls it only when a config is saved
+            small.validate()  # transformers validates only when it saves a config
         model: PreTrainedModel = from_config(kind, small)
-    except Exception as error:  # whatever a constructor raises
+    except Exception as error:  # a constructor may raise anything
         raise ConfigError(
             f"{kind.__name__} cannot be built small: {type_and_text(error, 120)}\n"
-            "  Name a folder with a config of small sizes, or code that returns a small model: my_model.py:make."
+            "  Pass a folder with a small config, or a function that returns a small model: my_model.py:make."
         ) from error
     randomise(model)
     if dtype is not None:
@@ -272,7 +272,7 @@ def build_small(
 
 
 def randomise(model: nn.Module) -> nn.Module:
-    """Give biases, norms and matrices of one number random values."""
+    """Set biases, norms and constant matrices to random values."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -284,7 +284,7 @@ def randomise(model: nn.Module) -> nn.Module:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A safe loader that knows tuples, which some configs tell from lists: ``!tuple [1, 2]``."""
+    """A safe loader with tuples (``!tuple [1, 2]``), because some configs distinguish them from lists."""
 
 
 _Loader.add_constructor("!tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True)))
@@ -292,18 +292,18 @@ _Loader.add_constructor("!tuple", lambda loader, node: tuple(loader.construct_se
 
 @functools.cache
 def read_data(path: Path) -> Mapping[str, Any]:
-    """Return the data of a YAML file, which is read once; callers must not change it."""
+    """Return the data of a YAML file. The data is cached; callers must not change it."""
     return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
 
 
-_SAMPLES, _TOKENS, _SEEN = 3, 10, 1e-6  # of a batch whose loss is measured; the difference that is one
+_SAMPLES, _TOKENS, _SEEN = 3, 10, 1e-6  # of the measured batch; the minimum visible difference
 
 
 def derived_tree(model: PreTrainedModel) -> dict[str, Any]:
     """Return the derived policy of a model as plain data. The model is only read.
 
     Raises:
-        UnsupportedModelError: The policy cannot be derived.
+        UnsupportedModelError: If no policy can be derived.
     """
     tree = None
     if sum(parameter.numel() for parameter in model.parameters()) >= LARGE:
@@ -311,20 +311,20 @@ def derived_tree(model: PreTrainedModel) -> dict[str, Any]:
             with kept():
                 tree = derive(build_small(type(model), model.config)).tree
             check_plan(model, "", make_plan(model, read_user_policy(tree), 2))
-        except AutoparError:  # it cannot be small, or is another one then
+        except AutoparError:  # there is no small model, or its policy does not fit
             tree = None
     tree, losses = tree or derive(model).tree, losses_of(model)
     return {**tree, "loss": losses} if losses else tree
 
 
 def losses_of(model: PreTrainedModel) -> dict[str, str]:
-    """Return the section ``loss`` of the model's policy, measured on a small model; empty where its class is known."""
+    """Return the policy's section ``loss``, measured on a small model; empty if the kind of loss is known."""
     if loss_kind(model) is not None:
         return {}
     try:
         with kept():
             found = measured_kind(build_small(type(model), model.config))
-    except AutoparError:  # it cannot be small
+    except AutoparError:  # there is no small model
         return {}
     return {} if found is None else {type(model).__name__: found}
 
@@ -332,7 +332,7 @@ def losses_of(model: PreTrainedModel) -> dict[str, str]:
 def measured_kind(model: PreTrainedModel) -> str | None:
     """Return one of :data:`~autopar.policy.schema.LOSSES`; None if the model has no loss, or no inputs are known.
 
-    A copy in fp64 is measured, since losses of samples may be nearly equal.
+    The measured copy is in fp64, because losses of samples may be nearly equal.
     """
     with kept(), torch.no_grad():
         try:
@@ -343,7 +343,7 @@ def measured_kind(model: PreTrainedModel) -> str | None:
                 batch["labels"] = torch.cat([counted, labels[1:]])
             floats = {name: x.double() for name, x in batch.items() if torch.is_tensor(x) and x.is_floating_point()}
             return _measured(copy.deepcopy(model).eval().double(), batch | floats)
-        except Exception:  # it takes no labels, or its code fails with fp64 or a single sample
+        except Exception:  # no labels, or the code fails with fp64 or a single sample
             return None
 
 
@@ -368,14 +368,14 @@ def _measured(model: Any, batch: dict[str, Any]) -> str | None:
 
     plainly, shifted = adds_up(False), adds_up(True)
     if plainly and shifted and batch["labels"].ndim > 1:
-        return None  # the losses of all samples are the same
+        return None  # all samples have the same loss
     if not plainly and not shifted:
         return "other"
     shifted = not plainly
     counted = batch["labels"][..., 1:] if shifted else batch["labels"]
     try:
         halved = loss(batch, num_items_in_batch=2 * (counted != -100).sum())
-    except TypeError:  # its forward takes no such argument
+    except TypeError:  # unknown argument
         halved = None
     if halved is None or not close(2 * halved):
         return "shifted_mean" if shifted else "mean"

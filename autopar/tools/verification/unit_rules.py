@@ -1,8 +1,8 @@
-"""Rules of a policy that give a rank other units than the rules around them, found by a trace without data.
+"""Find policy rules that contradict each other, with a trace without data.
 
-A layer that is sharded by a wrong rule returns exactly the shard that its rule describes, so a comparison finds the
-first difference later, where its features meet another layer's. Features that meet, by the trace of policy derivation,
-must lie on the same rank.
+A layer with a wrong rule returns exactly the shard that the rule describes. A comparison finds the first difference
+only later, in a layer that combines these features with different units. The trace of policy derivation shows which
+features are computed together. They must be on the same rank.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _Line = tuple[str, list[int], list[int]]
 
 
 def contradicting_layers(model: nn.Module, plan: Plan) -> list[str]:
-    """Return the layers whose shards hold other units than most layers that they compute with, or both of two layers.
+    """Return the layers whose shards have different units than most of the layers that they compute with.
 
-    Empty if nothing contradicts, if all layers do, or if no trace of the model can be made.
+    If two layers contradict each other, return both. If no or all layers do, or tracing fails, return an empty list.
     """
     try:
         with kept():
             lines = list(_lines(_trace(model, plan), plan))
-    except Exception:  # a trace runs the model without data, and whatever that raises is not the user's mistake
+    except Exception:  # a trace runs the model without data, and may fail for a correct model
         return []
     wrong = _contradicting(lines)
     return [] if len(wrong) == len({path for path, _, _ in lines}) else wrong
@@ -41,19 +41,19 @@ def _trace(model: Any, plan: Plan) -> Trace:
     models = traced(model)
     root = models[0].model
     if models[0].path:
-        raise ValueError("the model is inside of another module, whose inputs are not known")
+        raise ValueError("the model is inside a module with unknown inputs")
     _, blocks = block_lists(root)
     names = Names(root, blocks)
     columns = [path for path, rule in plan.modules.items() if rule.rule == "column"]
     enters = [path for path, rule in plan.modules.items() if rule.enter_output]
     regions = [path for path, rule in plan.modules.items() if rule.rule == "region"]
     every = (path for path, _ in (*root.named_modules(), *root.named_parameters()))
-    whole = frozenset(map(names, every)) - frozenset(map(names, columns))
-    return trace(models, blocks, Decisions(whole, frozenset(map(names, enters)), frozenset(map(names, regions))))
+    replicated = frozenset(map(names, every)) - frozenset(map(names, columns))
+    return trace(models, blocks, Decisions(replicated, frozenset(map(names, enters)), frozenset(map(names, regions))))
 
 
 def _lines(seen: Trace, plan: Plan) -> Iterator[_Line]:
-    """Yield each sharded layer, with the unit and the rank of each of its features; no ranks where several hold one."""
+    """Yield each sharded layer, with the unit and the rank of each feature. The ranks of replicated units are empty."""
     found: dict[str, torch.Tensor] = {path: components(seen, path) for path in seen.sources}
     found |= {path: seen.tracking.components.of(line) for path, line in seen.sinks.items()}
     for path, units in found.items():
@@ -71,11 +71,11 @@ def _lines(seen: Trace, plan: Plan) -> Iterator[_Line]:
 
 
 def _contradicting(lines: list[_Line]) -> list[str]:
-    """Return the layers that divide a unit among ranks, and those that do not place it where most layers do."""
+    """Return the layers that split a unit over ranks, or place a unit on a different rank than most layers."""
     holders: dict[int, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # unit -> layer -> ranks
     on_several = {unit for _, units, ranks in lines if not ranks for unit in units}
     for path, units, ranks in lines:
-        for unit, rank in zip(units, ranks, strict=False):  # no ranks: several hold one
+        for unit, rank in zip(units, ranks, strict=False):  # replicated units have no ranks
             if unit not in on_several:
                 holders[unit][path].add(rank)
     wrong = {path for layers in holders.values() for path, ranks in layers.items() if len(ranks) > 1}

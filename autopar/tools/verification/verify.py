@@ -1,8 +1,8 @@
-"""``verify``: run a model plain and parallelized on the same inputs, and report whether they are the same.
+"""Verify a model: run the reference model and the parallelized model on the same inputs, and compare them.
 
-It starts a process for each rank. On the CPU they are forks, so they know a model, a policy or a class that exists in
-this process only, and its memory is held once. CUDA and process groups do not survive a fork: then everything is
-pickled to new processes. All ranks get the same verdict, and the culprit of the first failure.
+``verify`` starts a process for each rank. On the CPU they are forks of this process. So they can use a model, policy or
+class that is not importable, and they share the model's memory. CUDA and process groups do not support forks. Then
+all arguments are pickled for new processes. All ranks get the same report.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from autopar.tools.verification.checks import backward, dropout, forward, genera
 from autopar.tools.verification.diagnosis import culprit_of_error, diagnose
 from autopar.tools.verification.outputs import gathered, of_first
 from autopar.tools.verification.recording import counted
-from autopar.tools.verification.report import Culprit, Report, Row, merged
+from autopar.tools.verification.report import Culprit, Row, VerificationReport, merged
 from autopar.tools.verification.session import PlainModelError, Session
 
-_BATCHES = 2  # whose gradients add up
+_BATCHES = 2  # gradients accumulate over batches
 
 
 def verify(
@@ -59,27 +59,27 @@ def verify(
     sequence: int = 16,
     device: str = "cpu",
     timeout: float = 1800.0,
-) -> Report:
-    """Compare ``model`` with what ``initialize`` would make of it: outputs, gradients, a step, tokens, checkpoints.
+) -> VerificationReport:
+    """Compare ``model`` with its parallelized copy: outputs, gradients, a step, generated tokens and checkpoints.
 
-    Without torchrun it starts processes. In a job of several ranks every rank calls it with the same arguments, and
-    gets the same report. The model is only read.
+    Without torchrun it starts processes. In a job of several ranks, every rank must call it with the same arguments,
+    and gets the same report. The model is only read.
 
     Args:
-        model: The model in memory, with weights. Dropout is off except for the check of dropout.
-        config, policy: Configuration and policy of :func:`autopar.initialize`.
-        batches: Dicts of the forward's arguments, of all replicas together, with labels for a loss; rank 0's are used.
-            Default: two random ones, for Hugging Face models.
-        checks: Some of ``weights``, ``forward``, ``generate``, ``save``, ``reshard``, ``backward``, ``step`` and
-            ``dropout``. Default: all.
-        data_parallel_size: Replicas to start processes for; at least as many as share experts.
-        sequence: Tokens of the samples that are made.
-        device: ``cpu``, or ``cuda`` with a GPU for each rank, of started processes.
-        timeout: Seconds for started processes.
+        model: The model in memory, with weights. Dropout is off, except in the check ``dropout``.
+        config, policy: The configuration and policy, as in :func:`autopar.initialize`.
+        batches: Dicts of the forward's arguments, with the samples of all replicas, and with labels for a loss. All
+            ranks use the batches of rank 0. Default: two random batches, for Hugging Face models.
+        checks: The checks to run: ``weights``, ``forward``, ``generate``, ``save``, ``reshard``, ``backward``,
+            ``step`` or ``dropout``. Default: all.
+        data_parallel_size: The number of replicas to start; at least the number of replicas that share experts.
+        sequence: The tokens of each random sample.
+        device: The device of started processes: ``cpu``, or ``cuda`` with one GPU per rank.
+        timeout: The timeout of started processes in seconds.
 
     Returns:
-        The :class:`~autopar.tools.verification.report.Report`: ``report.ok``, ``report.raise_if_failed()``,
-        ``report.to_dict()``; it prints as a table.
+        A :class:`~autopar.tools.verification.report.VerificationReport` with ``ok``, ``raise_if_failed()`` and
+        ``to_dict()``. It prints as a table.
 
     Raises:
         ConfigError: The call is wrong, or no inputs are known for the model. A refusal of ``initialize`` is a row of
@@ -99,22 +99,23 @@ def verify(
     parsed = ParallelConfig.parse(config, world)
     lacking = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if lacking is not None:
-        raise ConfigError(f"verify compares numbers, and {lacking} has no memory: build the model outside of lazy_init")
+        fix = "Build the model outside of lazy_init."
+        raise ConfigError(f"verify requires a model with weights, but {lacking} is on the meta device.\n  {fix}")
     if parsed.compile:
-        raise ConfigError("verify looks into modules, which compile takes away: leave the section compile out")
+        raise ConfigError("verify does not support compile, because it hooks modules.\n  Remove the section compile.")
     with form_kept(model):
         listed: list[Batch] = list(batches) if batches is not None else [*_make(model, parsed, world, sequence)]
         if not listed:
-            raise ConfigError("batches is empty: give at least one dict of the model's arguments")
+            raise ConfigError("batches must not be empty.\n  Pass at least one dict of the model's arguments.")
         work = partial(verify_on_ranks, model, parsed, policy, listed, chosen)
         if job == 1 and not forks(device) and (quantized := stored_weights(model)):
             raise ConfigError(
-                f"verify starts new processes here, and {len(quantized)} quantized weights do not travel to them: call "
-                "it in a job (torchrun),\n  or on the CPU in a process without a process group."
+                f"verify cannot send {len(quantized)} quantized weights to new processes.\n"
+                "  Call it in a torchrun job, or on the CPU in a process without a process group."
             )
         if job == 1:
             return run_on_ranks(work, world, device=device, timeout=timeout)
-        with kept():  # the script continues with its random states
+        with kept():  # restore the script's random states
             return work()
 
 
@@ -122,7 +123,7 @@ def _make(model: nn.Module, config: ParallelConfig, world: int, sequence: int) -
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not inner or (inner[0] is not model and not is_peft_model(model)):
         raise ConfigError(
-            f"what the forward of {type(model).__name__} takes is not known: give batches=[{{'input': tensor, ...}}]"
+            f"verify cannot make inputs for {type(model).__name__}.\n  Pass batches=[{{'input': tensor, ...}}]."
         )
     rows = config.data_parallel_size(world) * max(2, config.pipeline_parallel_size)
     with torch.no_grad():
@@ -140,11 +141,11 @@ _CHECKS: dict[str, Callable[[Session], list[Row]]] = {
     "dropout": dropout,
 }
 CHECKS = tuple(_CHECKS)
-_NEEDS = {"step": "backward", "backward": "forward", "generate": "forward"}  # what fails with it
+_NEEDS = {"step": "backward", "backward": "forward", "generate": "forward"}  # check -> required check
 
 
 def checks_of(wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the checks to run, in order; ``step`` includes ``backward``. Raise ConfigError if one is unknown."""
+    """Return the checks to run, in order. ``step`` requires ``backward``. Raises ConfigError for an unknown check."""
     for name in wanted or ():
         if name not in CHECKS:
             raise ConfigError(f"there is no check '{name}'.{nearest(name, CHECKS)} Known: {', '.join(CHECKS)}")
@@ -160,28 +161,28 @@ def verify_on_ranks(
     batches: Sequence[Batch],
     checks: Sequence[str],
     change: Callable[[Session], None] | None = None,
-    alarm: Callable[[Report], None] | None = None,
-) -> Report:
-    """Compare on the ranks of a job that runs; every rank calls it with the same arguments.
+    alarm: Callable[[VerificationReport], None] | None = None,
+) -> VerificationReport:
+    """Compare on the ranks of a running job. Every rank calls this function with the same arguments.
 
     Args:
-        model: The full model, which is only read; all ranks take the weights and batches of rank 0.
-        change: Function that is called with the session before the first check.
-        alarm: Function for the report of a rank that raises an error, while other ranks may wait for it.
+        model: The full model, which is only read. All ranks use the weights and batches of rank 0.
+        change: A function to call with the session before the first check.
+        alarm: A callback for the report of a rank that raises an error while other ranks may wait for it.
     """
     start = time.monotonic()
     start_process_group()
     empty = _empty_report(model, config)
-    shared = of_first([dict(batch) for batch in batches])  # a script may draw different ones on each rank
+    shared = of_first([dict(batch) for batch in batches])  # ranks may have different random batches
     _check_parts(shared, config)
     try:
         session = Session(model, config, policy, shared)
     except PlainModelError as error:
-        raise ConfigError(f"{empty.model} does not run with these batches: {error}") from error
+        raise ConfigError(f"{empty.model} does not run with the batches: {error}") from error
     except AutoparError as error:
         own = Row("plan", type(error).__name__, False, note=in_one_line(error))
         texts = gathered((own, culprit_of_error(error, model, None, "")))
-        row, culprit = next((pair for pair in texts if pair[1] is not None), texts[0])  # where it was found out
+        row, culprit = next((pair for pair in texts if pair[1] is not None), texts[0])  # the rank with a culprit
         return replace(empty, rows=(row,), culprit=culprit, seconds=time.monotonic() - start)
     try:
         if change is not None:
@@ -208,7 +209,7 @@ def verify_on_ranks(
 
 
 def _check_parts(batches: Sequence[Batch], config: ParallelConfig) -> None:
-    """Raise ConfigError if replicas that share experts get unequal numbers of samples, since all run each forward."""
+    """Raise ConfigError if replicas that share experts get different numbers of samples."""
     replicas, ep = config.data_parallel_size(dist.get_world_size()), config.expert_parallel_size
     if ep <= config.tensor_parallel_size:
         return
@@ -216,23 +217,23 @@ def _check_parts(batches: Sequence[Batch], config: ParallelConfig) -> None:
         rows = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim]
         if any(count % replicas for count in rows):
             raise ConfigError(
-                f"batch {number} has {min(rows)} samples, which do not divide over {replicas} replicas: with "
-                f"expert_parallel_size={ep} they share experts and run equally many. Give a multiple of {replicas}"
+                f"the number of samples must be a multiple of the {replicas} replicas; got {min(rows)} in batch "
+                f"{number}.\n  With expert_parallel_size={ep} replicas share experts and need equal batches."
             )
 
 
-def _empty_report(model: nn.Module, config: ParallelConfig) -> Report:
-    """Return a report of the facts that are known before anything can fail."""
+def _empty_report(model: nn.Module, config: ParallelConfig) -> VerificationReport:
+    """Return a report without comparisons."""
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
     dtype = ", ".join(kinds) or "no parameters"
     dtype += f", precision {config.precision}" if config.precision != "fp32" else ""
     device = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
     count, mesh = sum(p.numel() for p in model.parameters()), _mesh(config, dist.get_world_size())
-    return Report(type(model).__name__, count, "no policy", mesh, dtype, device, ())
+    return VerificationReport(type(model).__name__, count, "no policy", mesh, dtype, device, ())
 
 
 def _mesh(config: ParallelConfig, world: int) -> dict[str, int]:
-    """Return the sizes of a mesh, without context and expert parallelism where there is none."""
+    """Return the sizes of a mesh, with cp and ep only if they are above 1."""
     sizes = {"tp": config.tensor_parallel_size, "pp": config.pipeline_parallel_size}
     sizes |= {"dp": config.data_parallel_size(world)}
     more = {"cp": config.context_parallel_size, "ep": config.expert_parallel_size}
@@ -274,11 +275,11 @@ def _culprit_of(session: Session, error: Exception) -> Culprit | None:
 
 
 def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], Exception | None]:
-    """Return the rows of a check, identical on all ranks; and the error of this rank, if it raised one."""
+    """Return the rows of a check, identical on all ranks, and the error that this rank raised, or None."""
     error: Exception | None = None
     try:
         mine = _CHECKS[check](session)
-    except PlainModelError as raised:  # the same on all ranks
+    except PlainModelError as raised:  # identical on all ranks
         return (Row(check, "left out", None, note=str(raised)),), None
     except Exception as raised:
         error = raised
@@ -293,29 +294,29 @@ def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], 
     return merged([rows for rows, _ in everyone]), None
 
 
-Work = Callable[..., Report]
-"""Work of each rank; it calls its ``alarm`` with a report where the rank fails while other ranks may wait for it."""
+Work = Callable[..., VerificationReport]
+"""The work of each rank. It calls its ``alarm`` with a report if it fails while other ranks may wait for it."""
 
-_GRACE = 20.0  # seconds for the other ranks to come to the verdict of a failed rank
+_GRACE = 20.0  # seconds for the other ranks to end after one rank fails
 _PATIENCE = timedelta(minutes=10)
 
 
 def forks(device: str) -> bool:
-    """Return whether the processes have the memory of this one."""
+    """Return whether started processes are forks, which share this process's memory."""
     return device == "cpu" and not torch.cuda.is_initialized() and not dist.is_initialized()
 
 
-def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float = 1800.0) -> Report:
-    """Do ``work`` on ``world`` processes within ``timeout`` seconds; return the report of rank 0, or of a failed rank.
+def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float = 1800.0) -> VerificationReport:
+    """Run ``work`` in ``world`` processes for ``timeout`` seconds. Return the report of rank 0, or of a failed rank.
 
     Raises:
-        ConfigError: There are fewer GPUs than ranks.
-        VerificationError: A process died, or did not end in time. Other errors of autopar as they were raised there.
+        ConfigError, VerificationError: If there are too few GPUs, or a process died or timed out. Other errors of
+            autopar are raised again.
     """
     if device == "cuda" and torch.cuda.device_count() < world:
         raise ConfigError(
-            f"{world} ranks need {world} GPUs, this machine has {torch.cuda.device_count()}: --device cpu compares the "
-            "same on the CPU"
+            f"{world} ranks require {world} GPUs, but this machine has {torch.cuda.device_count()}.\n"
+            "  Use --device cpu to compare on the CPU."
         )
     context: Any = multiprocessing.get_context("fork" if forks(device) else "spawn")
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
@@ -339,22 +340,22 @@ def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float 
 
 @contextlib.contextmanager
 def _garbage_left_alone() -> Iterator[None]:
-    """Let a fork collect no objects of this process: a process group's end waits for threads, which stay here."""
+    """Prevent garbage collection of this process's objects in forks: a process group would wait for missing threads."""
     gc.collect()
-    frozen = gc.get_freeze_count() > 0  # by the caller, and to stay so
+    frozen = gc.get_freeze_count() > 0  # the caller froze them
     gc.freeze()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads: none of theirs is used
+            warnings.simplefilter("ignore", DeprecationWarning)  # forks do not use the parent's threads
             yield
     finally:
         if not frozen:
             gc.unfreeze()
 
 
-def _collect(pipes: dict[int, Any], processes: list[Any], limit: float, timeout: float) -> Report:
-    reports: dict[int, Report] = {}
-    alarms: list[Report] = []
+def _collect(pipes: dict[int, Any], processes: list[Any], limit: float, timeout: float) -> VerificationReport:
+    reports: dict[int, VerificationReport] = {}
+    alarms: list[VerificationReport] = []
     while pipes:
         ready = multiprocessing.connection.wait(list(pipes.values()), max(0.0, limit - time.monotonic()))
         if not ready:
@@ -366,7 +367,7 @@ def _collect(pipes: dict[int, Any], processes: list[Any], limit: float, timeout:
                 kind, value = pipe.recv()
             except EOFError:
                 processes[rank].join(5)
-                kind, value = "died", f"the process of rank {rank} died with code {processes[rank].exitcode}"
+                kind, value = "died", f"the process of rank {rank} exited with code {processes[rank].exitcode}"
             if kind == "alarm":
                 alarms.append(value)
                 limit = min(limit, time.monotonic() + _GRACE)
@@ -381,12 +382,12 @@ def _collect(pipes: dict[int, Any], processes: list[Any], limit: float, timeout:
         return reports[0]
     if alarms:
         return alarms[0]
-    raise VerificationError(f"ranks {sorted(pipes)} of {len(processes)} did not end in {timeout:g} s")
+    raise VerificationError(f"ranks {sorted(pipes)} of {len(processes)} timed out after {timeout:g} s")
 
 
 def _main(work: Work, rank: int, world: int, folder: str, device: str, pipe: Any) -> None:
-    """Run one rank. It ends without destructors, since a peer may be gone."""
-    torch.set_num_threads(1)  # also because threads of the process that was forked are not here
+    """Run one rank. Exit without destructors, because a peer may have failed."""
+    torch.set_num_threads(1)  # the parent's threads do not exist in a fork
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     code = 1

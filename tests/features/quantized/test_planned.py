@@ -80,7 +80,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert refused.exit_code == 1
     assert "--quantization nf5 must be one of nf4, nf4-double, fp4, fp4-double, int8. Did you" in refused.stderr
     refused = run(tmp_path, *sizes, "--quantization", "nf4")
-    assert "--quantization nf4: quantized weights are frozen; name the trained weights: --lora 16" in refused.stderr
+    assert "--quantization nf4: quantized weights are frozen; add trained weights with --lora 16" in refused.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -96,7 +96,7 @@ def test_a_folder_that_is_quantized_already(form: str, tmp_path: Path) -> None:
     plan = autopar.plan_memory(model, sequence=8, device="cpu")
     assert plan.ranks[0, 0, 0].weights == held(adapted(form))[1]
     refused = run(tmp_path, *sizes).stderr
-    assert "such weights are frozen; name the trained weights: --lora 16" in refused and "is in bitsandbytes" in refused
+    assert "such weights are frozen; add trained weights with --lora 16" in refused and "is in bitsandbytes" in refused
     refused = run(tmp_path, *sizes, "--lora", 4, "--quantization", "fp4-double").stderr
     assert "--quantization fp4-double: the weights of" in refused
 
@@ -104,5 +104,5 @@ def test_a_folder_that_is_quantized_already(form: str, tmp_path: Path) -> None:
 def test_what_does_not_go() -> None:
     with pytest.raises(ConfigError, match=r"not supported with quantized weights, such as base_model.model"):
         autopar.plan_memory(described("nf4"), {"zero": {"stage": 3}}, sequence=8, gpus=2)
-    with pytest.raises(ConfigError, match="has no linear layers to be quantized"):
+    with pytest.raises(ConfigError, match="has no linear layers to quantize"):
         mark_quantized(torch.nn.Embedding(3, 4), kind_of("nf4"))

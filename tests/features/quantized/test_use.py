@@ -115,7 +115,7 @@ def test_a_packed_weight_is_refused() -> None:
 
 def test_quantized_weights_do_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="14 quantized weights do not travel to them: call it in a job"):
+    with pytest.raises(ConfigError, match="cannot send 14 quantized weights to new processes"):
         autopar.verify(quantized("nf4"), {"tp": 2})
 
 

@@ -1,8 +1,8 @@
-"""Casts: the ranks that are rehearsed at a time, in a few local processes that answer for the full world.
+"""Simulate all ranks of a job: in each round a few local processes stand in for the full world.
 
-The first and the last rank of each axis are rehearsed, and ranks whose shards have further shapes. Each process
-represents one rank, and the ranks with the nearest coordinates. Numbers, objects and headers of messages travel between
-these processes. Tensors of the model have no memory, and are not sent.
+A rehearsal runs the first and the last rank of each axis, and one rank for each other shape of shards. The processes of
+one round run at the same time. Each process stands in for the ranks with the nearest coordinates. The processes send
+each other numbers, objects and message headers. They do not send the model's tensors, which have no memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from autopar.plan.plan import Plan
 from autopar.tools.compat.operators import FakeWork, Operator, done, tensors_in
 from autopar.tools.rehearsal.trace import Call, Group
 
-_FEW = 8  # places of tensor-parallel, context-parallel and data-parallel ranks, all of which are rehearsed
+_FEW = 8  # a world, or a product of tp, cp and dp, up to this size is rehearsed in full
 
 
 def coordinates_of(sizes: MeshSizes, experts: int) -> list[tuple[int, ...]]:
-    """Return the place of every rank on (pp, cp, ep, tp, dp), the most significant axis first."""
+    """Return the coordinates (pp, cp, ep, tp, dp) of every rank, the most significant axis first."""
     groups = rank_groups(sizes, experts)
     places = [
         {rank: at for group in groups[name] for at, rank in enumerate(group)} for name in ("pp", "cp", "ep", "tp", "dp")
@@ -41,8 +41,8 @@ def coordinates_of(sizes: MeshSizes, experts: int) -> list[tuple[int, ...]]:
     return [tuple(place[rank] for place in places) for rank in range(math.prod(sizes))]
 
 
-def unlike_ranks(plan: Plan, size: int) -> list[int]:
-    """Return the first place on an axis for each shape of shards, and the last place."""
+def distinct_ranks(plan: Plan, size: int) -> list[int]:
+    """Return the places on an axis with distinct shard shapes, and the last place."""
     held: dict[tuple[int, ...], int] = {}
     layouts = [tensor.layout for tensor in plan.tensors.values() if tensor.layout is not None]
     for place in range(size):
@@ -51,21 +51,22 @@ def unlike_ranks(plan: Plan, size: int) -> list[int]:
     return sorted({0, size - 1, *held.values()})
 
 
-def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) -> list[list[int]]:
-    """Return the casts: all stages at one place of the other axes, and all ``chained`` context-parallel ranks.
+def rounds_of(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) -> list[list[int]]:
+    """Return the ranks of each round: all stages at one place of the other axes.
 
-    First all axes are at their first places; then one after the other moves to its last, so that each has a group with
-    both; then come places between them with other shapes of shards, one at a time. A few places are all rehearsed, and
-    the ranks of a small world together.
+    The first round has the first place on every axis. In the next rounds one axis after the other moves to its last
+    place, so that each axis has a group with both places. Then follow places between them whose shards have a different
+    shape. A small world is rehearsed in one round. If tp x cp x dp is small, all its places are rehearsed.
+    ``chained`` context-parallel ranks, which pass states, are in the same round.
     """
     if math.prod(sizes) <= _FEW:
         return [list(range(math.prod(sizes)))]
     coordinates = coordinates_of(sizes, experts)
     by_place = {place: rank for rank, place in enumerate(coordinates)}
-    tp = unlike_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
+    tp = distinct_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
     dp = {0, sizes.dp - 1}
-    if experts > sizes.tp:  # innermost replicas with another number of experts than the first and the last
-        places = {place // sizes.tp for place in unlike_ranks(plan, experts)}
+    if experts > sizes.tp:  # innermost replicas with a different number of experts than the first and the last one
+        places = {place // sizes.tp for place in distinct_ranks(plan, experts)}
         dp |= {place for place in places if 0 < place < experts // sizes.tp - 1}
     first, last = (range(sizes.cp), range(sizes.cp)) if chained else (range(1), range(sizes.cp - 1, sizes.cp))
     if sizes.tp * sizes.cp * sizes.dp <= _FEW:
@@ -82,38 +83,38 @@ def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) 
 
 
 def axes_of(sizes: MeshSizes, experts: int, zero: int) -> dict[tuple[int, ...], str]:
-    """Return the axis of each group's ranks; if axes have the same ranks, the first of them."""
+    """Return the axis of each group's ranks. If several axes have the same ranks, return the first axis."""
     groups = rank_groups(sizes, experts, zero)
     names = ("tp", "cp", "pp", "ep", "dp", "edp", "dp_cp", "edp_cp", "fsdp", "hsdp", "tp_cp", "tp_pp", "ep_pp", "model")
     return {tuple(ranks): name for name in reversed(names) for ranks in groups.get(name, ()) if len(ranks) > 1}
 
 
 def check_sizes(call: Call, place: int, out: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError if a collective's tensors, of the rank at ``place``, do not fit the number of ranks."""
+    """Raise ValueError if the tensors of the rank at ``place`` do not match the size of the collective's group."""
     members, wrong = len(call.group.ranks), ""
     splits = zip(("sends", "receives"), call.splits, (given, out), strict=False) if call.kind == "all_to_all" else ()
     for name, rows, tensors in splits:
         if len(tensors) > 1 and len(tensors) != members:
-            wrong = f"{name} {len(tensors)} tensors, and the group has {members} ranks"
+            wrong = f"{name} {len(tensors)} tensors, but the group has {members} ranks"
         if len(tensors) == 1 and tensors[0].ndim and sum(rows) != len(tensors[0]):
-            wrong = f"{name} {len(tensors[0])} rows, and they are split into {list(rows)}"
+            wrong = f"{name} {len(tensors[0])} rows, but the split sizes are {list(rows)}"
     of_all = {"all_gather": out, "reduce_scatter": given, "gather": out, "scatter": given}.get(call.kind, ())
     own = given if of_all is out else out
-    if of_all and own:  # else it has nothing for all ranks, or is not the root
+    if of_all and own:  # else the kind has no tensors of all ranks, or this rank is not the root
         in_one = len(of_all) == len(own) and call.kind in ("all_gather", "reduce_scatter")  # one tensor for all ranks
         for full, part in zip(of_all, own, strict=True) if in_one else ():
             if full.numel() != members * part.numel():
-                wrong = f"has {full.numel()} elements where {members} ranks have {part.numel()} each"
+                wrong = f"has {full.numel()} elements, but {members} ranks have {part.numel()} each"
         if not in_one and len(of_all) != members * len(own):
-            wrong = f"has {len(of_all)} tensors, and the group has {members} ranks"
+            wrong = f"has {len(of_all)} tensors, but the group has {members} ranks"
         elif not in_one and of_all[place].numel() != own[0].numel():
-            wrong = f"has {of_all[place].numel()} elements for itself, and its own are {own[0].numel()}"
+            wrong = f"has {of_all[place].numel()} elements for this rank, expected {own[0].numel()}"
     if wrong:
         raise ValueError(f"{call} {wrong}: {call.where}")
 
 
 Members = list[list[torch.Tensor]]
-"""The tensors that each rank of a group gives."""
+"""The input tensors of each rank of a group."""
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "max": lambda rows: rows.amax(0),
@@ -127,7 +128,7 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def fill(out: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy numbers, or fill in ones if their count differs."""
+    """Copy ``value`` into ``out``, or fill ``out`` with ones if the sizes differ."""
     if out.numel() == value.numel():
         out.copy_(value.reshape(out.shape))
     else:
@@ -135,21 +136,21 @@ def fill(out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _reduced(call: Call, like: torch.Tensor, given: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Reduce the tensors of all ranks that are as large as this rank's."""
+    """Reduce the tensors of all ranks. Skip tensors whose size differs from this rank's tensor."""
     rows = torch.stack([each.reshape(-1) for each in given if each.numel() == like.numel()])
     reduce = _REDUCTIONS.get(call.reduction)
     return rows.sum(0, dtype=rows.dtype) if reduce is None else reduce(rows)
 
 
 def _part(given: list[torch.Tensor], place: int, of: int) -> torch.Tensor:
-    """Return a rank's part: one of many tensors, or an equal part of the first one's elements."""
+    """Return a rank's shard: one of many tensors, or an equal slice of the first tensor's elements."""
     if len(given) >= of:
         return given[place]
     return given[0].reshape(-1).tensor_split(of)[place] if given else torch.empty(0)
 
 
 def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
-    """Fill the output of the rank at a place of a group; with ones if numbers do not fit."""
+    """Fill the outputs of the rank at ``place`` in a group. An output whose size does not match gets ones."""
     kind, of, found = call.kind, len(members), list[torch.Tensor]()
     if kind in ("all_reduce", "reduce"):
         for number, x in enumerate(out if kind == "all_reduce" or call.peer == place else ()):
@@ -160,9 +161,9 @@ def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> 
             found.append(_reduced(call, x, [_part(given, place, of) for given in lists]))
     elif kind == "broadcast":
         found = [*members[call.peer], *(torch.empty(0) for _ in out)]
-    elif kind == "scatter":  # nothing, if the root's stand-in is another rank
+    elif kind == "scatter":  # empty if a different rank stands in for the root
         found = [_part(members[call.peer], place, of) for _ in out]
-    elif kind == "gather":  # nothing, except on the root
+    elif kind == "gather":  # empty, except on the root
         found = [given[0] for given, _ in zip(members, out, strict=False)]
     else:
         every = kind == "all_gather"
@@ -172,30 +173,30 @@ def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> 
         fill(x, value)
 
 
-def standing_for(rank: int, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
-    """Return the cast's stand-in for a rank: the one that shares most coordinates, significant ones first."""
+def stand_in_for(rank: int, rehearsed: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
+    """Return the rehearsed rank that stands in for ``rank``: the one that shares most coordinates, major axes first."""
     own = coordinates[rank]
-    return min(cast, key=lambda other: [one != its for one, its in zip(coordinates[other], own, strict=True)])
+    return min(rehearsed, key=lambda other: [one != its for one, its in zip(coordinates[other], own, strict=True)])
 
 
-def standing_in(ranks: Sequence[int], cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return the cast's stand-in for each rank of a group.
+def stand_ins_for(ranks: Sequence[int], rehearsed: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the rehearsed rank that stands in for each rank of a group.
 
-    Stand-ins share the coordinates that all ranks of the group share, if possible: a group of replicas is compared with
-    ranks of its tensor-parallel place, since another place may well issue something else.
+    If possible, the stand-ins share the coordinates that all ranks of the group share. For example, a group of replicas
+    gets stand-ins from its own tensor-parallel place, because a different place may issue different calls.
     """
     every, own = [coordinates[rank] for rank in ranks], coordinates[ranks[0]]
     common = [axis for axis, places in enumerate(zip(*every, strict=True)) if len(set(places)) == 1]
-    fitting = [other for other in cast if all(coordinates[other][axis] == own[axis] for axis in common)]
-    return [standing_for(rank, fitting or cast, coordinates) for rank in ranks]
+    fitting = [other for other in rehearsed if all(coordinates[other][axis] == own[axis] for axis in common)]
+    return [stand_in_for(rank, fitting or rehearsed, coordinates) for rank in ranks]
 
 
-class Told(NamedTuple):
-    """Answers and numbers of a rank, for later casts.
+class Transcript(NamedTuple):
+    """Answers and numbers of a rank, which later rounds use.
 
     Attributes:
-        verdicts: The answers of rank 0, one for each time that all ranks agree.
-        given: The pickled numbers of each broadcast and scatter from this rank, by group and turn.
+        verdicts: The answers of rank 0, one for each agreement of all ranks.
+        given: The pickled tensors of each broadcast and scatter from this rank, by group and turn.
     """
 
     verdicts: list[Any]
@@ -203,41 +204,41 @@ class Told(NamedTuple):
 
 
 class Answers:
-    """The other ranks of a rehearsed one: they answer its collectives.
+    """Answers to the collectives of one rehearsed rank, on behalf of all other ranks.
 
     Args:
-        cast: The ranks that are rehearsed together, this rank among them.
-        earlier: The notes of ranks in earlier casts.
-        finishes: A function called with the handle of each received message, and the function that fills it.
+        ranks: The ranks of this round, including ``rank``.
+        earlier: The transcripts of earlier rounds, by rank.
+        finishes: A callback for each received message. It gets the handle, and the function that fills the message.
 
     Attributes:
-        told: The notes of this rank, for later casts.
-        root: The rank for which this one gives the objects of a broadcast, or -1.
+        transcript: The transcript of this rank.
+        root: The root of the broadcast for which this rank stands in, or -1.
     """
 
     def __init__(
         self,
         rank: int,
-        cast: Sequence[int],
+        ranks: Sequence[int],
         links: Links,
         coordinates: Sequence[tuple[int, ...]],
-        earlier: Mapping[int, Told],
+        earlier: Mapping[int, Transcript],
         finishes: Callable[[FakeWork, Callable[[], None] | None], None],
     ) -> None:
-        self._rank, self._cast, self._links, self._coordinates = rank, tuple(cast), links, coordinates
+        self._rank, self._ranks, self._links, self._coordinates = rank, tuple(ranks), links, coordinates
         self._earlier, self._finishes = earlier, finishes
-        self.told = Told([], {})
-        self._rounds = 0  # in which all ranks have agreed
-        self._who = functools.cache(lambda rank: standing_for(rank, self._cast, self._coordinates))
+        self.transcript = Transcript([], {})
+        self._agreements = 0  # of all ranks, so far
+        self._who = functools.cache(lambda rank: stand_in_for(rank, self._ranks, self._coordinates))
         self._counts = Counter[Any]()
         self._turns = Counter[Group]()
         self.root = -1
 
     def __call__(self, operator: Operator, call: Call, args: tuple[Any, ...]) -> Any:
-        """Carry out a collective; tensors without memory are complete at once."""
+        """Run a collective. Tensors without memory need no exchange."""
         out, given = tensors_in(args[operator.out]), tensors_in(args[operator.given])
         if call.kind == "recv" and call.peer < 0:
-            raise RuntimeError(f"a rehearsal cannot know whose message comes first: name its sender: {call.where}")
+            raise RuntimeError(f"In a rehearsal a receiver must name a sender; got {call}: {call.where}")
         check_sizes(call, call.group.ranks.index(self._rank), out, given)
         carried = any(x.numel() and not x.is_meta for x in (*out, *given)) and operator.kind != "barrier"
         work = None
@@ -251,46 +252,46 @@ class Answers:
 
     @contextmanager
     def gives_for(self, root: int) -> Iterator[bool]:
-        """Yield whether this rank stands in for the root of a broadcast; calls inside name that root."""
+        """Yield whether this rank stands in for the root of a broadcast. Calls inside the block name that root."""
         instead = root != self._rank and self._who(root) == self._rank and root not in self._earlier
         self.root = root if instead else -1
         yield instead
         self.root = -1
 
     def reports(self, own: Any) -> list[Any]:
-        """Return on rank 0 the reports of all ranks that agree, each by its stand-in.
+        """Return the reports of all ranks on rank 0. Each rank has the report of its stand-in.
 
-        This, ``tell`` and ``ask`` replace :class:`autopar.distributed.agree._Star`.
+        This method, ``tell`` and ``ask`` replace :class:`autopar.distributed.agree._Star`.
         """
-        said = {rank: own if rank == self._rank else self._links.receive(rank, "report") for rank in self._cast}
+        said = {rank: own if rank == self._rank else self._links.receive(rank, "report") for rank in self._ranks}
         return [said[self._who(rank)] for rank in range(len(self._coordinates))]
 
     def tell(self, answers: list[Any]) -> None:
-        """Answer on rank 0."""
-        self.told.verdicts.append(answers)
-        for rank in self._cast:
+        """Send the answers of rank 0."""
+        self.transcript.verdicts.append(answers)
+        for rank in self._ranks:
             if rank != self._rank:
                 self._links.send(rank, "answer", answers[rank])
 
     def ask(self, report: Any) -> Any:
-        """Report to rank 0; return its answer, an earlier one if rank 0 is in an earlier cast."""
-        if 0 in self._cast:
+        """Report to rank 0 and return its answer. If rank 0 ran in an earlier round, return its recorded answer."""
+        if 0 in self._ranks:
             self._links.send(0, "report", report)
             return self._links.receive(0, "answer")
-        self._rounds += 1
+        self._agreements += 1
         verdicts = self._earlier[0].verdicts
-        if self._rounds > len(verdicts):
+        if self._agreements > len(verdicts):
             raise LeftAloneError
-        return verdicts[self._rounds - 1][self._rank]
+        return verdicts[self._agreements - 1][self._rank]
 
     def as_issued(self, call: Call) -> Call:
-        """Return a call with the root that it has among all ranks."""
+        """Return the call with the root for which this rank stands in."""
         return call if self.root < 0 else call._replace(peer=call.group.ranks.index(self.root))
 
     @torch.no_grad()
     def _carry(self, call: Call, out: list[torch.Tensor], given: list[torch.Tensor]) -> None:
         ranks = call.group.ranks
-        key = (call.group.name, ranks if {*ranks} <= {*self._cast} else (), call.kind)  # stand-ins have like groups
+        key = (call.group.name, ranks if {*ranks} <= {*self._ranks} else (), call.kind)  # stand-ins have similar groups
         if call.kind == "send":
             for x in given:
                 self._links.send(self._who(ranks[call.peer]), ("message", call.group.name, call.tag), x)
@@ -301,8 +302,8 @@ class Answers:
             return
         if call.kind == "all_to_all" and len(given) == 1 and call.splits:
             given = list(given[0].split(list(call.splits[0])))
-        if call.kind in ("broadcast", "scatter") and ranks[call.peer] in {*self._cast} - {self._rank}:
-            given = []  # not the numbers from before
+        if call.kind in ("broadcast", "scatter") and ranks[call.peer] in {*self._ranks} - {self._rank}:
+            given = []  # the receive buffers hold old values
         # Exchange the tensors of all stand-ins for these ranks.
         rest = {self._who(rank) for rank in ranks} - {self._rank}
         self._counts[key] += 1
@@ -311,24 +312,24 @@ class Answers:
             self._links.send(other, (key, turn), given)
         everyone = {self._rank: given, **{other: self._links.receive(other, (key, turn)) for other in rest}}
         members = [everyone[self._who(rank)] for rank in ranks]
-        if call.kind in ("broadcast", "scatter"):  # keep this root's numbers; take the ones of a root in earlier casts
+        if call.kind in ("broadcast", "scatter"):  # record this root's tensors, or use those from an earlier round
             self._turns[call.group] += 1
             turn, root = self._turns[call.group], ranks[call.peer]
             if root == self._rank:
-                self.told.given[call.group, turn] = pickled(given)
-            elif root not in self._cast and root in self._earlier:
-                told = self._earlier[root].given.get((call.group, turn))
-                members[call.peer] = [] if told is None else unpickled(told)
+                self.transcript.given[call.group, turn] = pickled(given)
+            elif root not in self._ranks and root in self._earlier:
+                numbers = self._earlier[root].given.get((call.group, turn))
+                members[call.peer] = [] if numbers is None else unpickled(numbers)
         carry(call, ranks.index(self._rank), out, members)
 
 
-# -- messages between the processes, and how they find that they wait for each other for ever --------------------------
+# -- messages between the processes, and the detection of deadlocks ---------------------------------------------------
 
 
-class Standstill:
-    """Counts of messages, and of waiting processes, in memory that forks share: whether all wait for each other.
+class DeadlockDetector:
+    """Detection of a deadlock among forked processes, by counts in shared memory.
 
-    Each process writes its own numbers: a message before it is sent, or after it was taken.
+    Each process writes only its own counts. It counts a message before it sends it, or after it received it.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -336,47 +337,47 @@ class Standstill:
         self._sent, self._taken, self._waiting = (RawArray("q", len(ranks)) for _ in range(3))
 
     def sends(self, rank: int) -> None:
-        """Count a message before it is sent."""
+        """Count a message that ``rank`` is about to send."""
         self._sent[self._places[rank]] += 1
 
     def takes(self, rank: int) -> None:
-        """Count a message after its arrival."""
+        """Count a message that ``rank`` has received."""
         self._taken[self._places[rank]] += 1
 
     @contextmanager
     def waits(self, rank: int) -> Iterator[None]:
-        """Wait inside, with nothing else to do."""
+        """Mark ``rank`` as waiting inside the block."""
         self._waiting[self._places[rank]] = True
         try:
             yield
         finally:
             self._waiting[self._places[rank]] = False
 
-    def holds(self) -> bool:
-        """Return whether all wait and no message is on its way: the counts are equal, and do not change.
+    def detected(self) -> bool:
+        """Return whether all processes wait and no message is in transit: the counts are equal and do not change.
 
-        A process that began to work in the meantime would have taken a message (Mattern, "Algorithms for distributed
-        termination detection", 1987).
+        A process that resumes during the check receives a message first, which changes a count (Mattern, "Algorithms
+        for distributed termination detection", 1987).
         """
         before = [*self._sent, *self._taken]
         still = all(self._waiting) and sum(self._sent) == sum(self._taken)
         return still and before == [*self._sent, *self._taken]
 
 
-_WAIT = 180.0  # seconds for another process
-_LOOK = 0.5  # seconds until a process that waits looks whether all do
+_WAIT = 180.0  # seconds to wait for a message
+_LOOK = 0.5  # seconds between checks for a deadlock
 _END = "end"
 
 
 class LeftAloneError(BaseException):
-    """The rank waits for one whose program has ended, or that waits for it; no part of the program may catch it."""
+    """The awaited rank has ended or is deadlocked. A BaseException, so that no part of the program catches it."""
 
 
 class Links:
-    """A process's connections to the rest of its cast. A thread takes all messages, so no sender waits."""
+    """A process's connections to the other processes of its round. A thread receives, so no sender blocks."""
 
-    def __init__(self, rank: int, links: Mapping[int, Connection], standstill: Standstill) -> None:
-        self._rank, self._links, self._standstill = rank, links, standstill
+    def __init__(self, rank: int, links: Mapping[int, Connection], deadlock: DeadlockDetector) -> None:
+        self._rank, self._links, self._deadlock = rank, links, deadlock
         self._early: dict[tuple[int, Any], list[Any]] = {}
         self._ended: set[int] = set()
         self._arrived: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
@@ -390,11 +391,11 @@ class Links:
                 self._arrived.put((origins[link], link.recv_bytes()))  # type: ignore[index, union-attr]
 
     def send(self, to: int, key: Any, value: Any) -> None:
-        """Send a value to a process, which may be this one, to receive by the same key."""
+        """Send a value to a process, which may be this process. The receiver uses the same key."""
         if to == self._rank:
             self._early.setdefault((to, key), []).append(unpickled(pickled(value)))
             return
-        self._standstill.sends(self._rank)
+        self._deadlock.sends(self._rank)
         self._links[to].send_bytes(pickled((key, value)))
 
     def receive(self, origin: int, key: Any) -> Any:
@@ -403,24 +404,24 @@ class Links:
         while not waiting:
             if origin in self._ended or origin == self._rank:
                 raise LeftAloneError
-            with self._standstill.waits(self._rank):
+            with self._deadlock.waits(self._rank):
                 arrived = self._next(_LOOK)
-                if arrived is None and self._standstill.holds():
+                if arrived is None and self._deadlock.detected():
                     raise LeftAloneError
             if arrived is not None:
                 self._take(*arrived)
             elif time.monotonic() > until:
-                raise RuntimeError(f"Timed out waiting: rank {origin} sends nothing for {key} in {_WAIT:g} s")
+                raise RuntimeError(f"Timed out after {_WAIT:g} s: rank {origin} sent no message with key {key}")
         return waiting.pop(0)
 
     def tell_end(self) -> None:
-        """Send word that this rank's program has ended."""
+        """Notify the other processes that this rank's program has ended."""
         for rank in self._links:
             self.send(rank, _END, None)
 
     def drain(self) -> None:
-        """Take messages until all programs have ended."""
-        with self._standstill.waits(self._rank):
+        """Receive messages until all programs have ended."""
+        with self._deadlock.waits(self._rank):
             while self._ended < {*self._links} and (arrived := self._next(_WAIT)):
                 self._take(*arrived)
 
@@ -433,13 +434,13 @@ class Links:
     def _take(self, origin: int, data: bytes) -> None:
         key, value = unpickled(data)
         self._early.setdefault((origin, key), []).append(value)
-        self._standstill.takes(self._rank)
+        self._deadlock.takes(self._rank)
         if key == _END:
             self._ended.add(origin)
 
 
 def pickled(value: Any) -> bytes:
-    """Pickle a value; no mode counts the operations of that."""
+    """Pickle a value without dispatch modes, which would count its operations."""
     with no_dispatch_modes():
         return pickle.dumps(value)
 
