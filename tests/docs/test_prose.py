@@ -38,7 +38,7 @@ FEWER = {
     "is no, has not": (r"\bis no [a-z]+\b|\bhas not\b(?! been)|\bwhich an? \w+ has not\b", 7),
     "somebody, nobody": (r"\b(?:some|no)body\b", 0),
     "others, other ones": (r"\bothers\b|\bother ones\b", 12),
-    "that of, those of": (r"\b(?:that|those) of\b", 10),
+    "that of, those of": (r"\b(?:that|those) of\b", 13),
     "what ... is": (r"\b[Ww]hat (?:is|are|was|it|they|a|the|of|ranks?|others)\b", 18),
     "whole": (r"\bwhole\b", 14),
 }
