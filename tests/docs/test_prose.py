@@ -35,7 +35,7 @@ FEWER = {
     "behind, beside": (r"\b(?:behind|beside)\b", 3),
     "alike": (r"\balike\b", 2),
     "goes on, goes with": (r"\bgo(?:es)? (?:on|with)\b", 0),
-    "is no, has not": (r"\bis no [a-z]+\b|\bhas not\b(?! been)|\bwhich an? \w+ has not\b", 7),
+    "is no, has not": (r"\bis no [a-z]+\b|\bhas not\b(?! been)|\bwhich an? \w+ has not\b", 11),
     "somebody, nobody": (r"\b(?:some|no)body\b", 0),
     "others, other ones": (r"\bothers\b|\bother ones\b", 12),
     "that of, those of": (r"\b(?:that|those) of\b", 13),
