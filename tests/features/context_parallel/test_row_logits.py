@@ -136,7 +136,9 @@ def test_what_would_be_wrong_is_said_on_every_rank() -> None:
         model(**batch, output_hidden_states=True).hidden_states[1].sum(),
     ):
         with raises_everywhere(
-            ConfigError, "create_graph=True is not supported with context_parallel_size", "replicas of the whole model"
+            ConfigError,
+            "create_graph=True is not supported with context_parallel_size",
+            "tensor_parallel_size or replicas",
         ):
             torch.autograd.grad(loss, model.model.embed_tokens.weight, create_graph=True)
     labels = batch["labels"].clone()
