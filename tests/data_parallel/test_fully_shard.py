@@ -72,7 +72,7 @@ def test_loss_gradients_norm_and_steps_are_the_plain_models():
         weights = whole(model, lambda parameter: parameter.data.full_tensor())
         for name, parameter in plain.named_parameters():
             close(weights[name], parameter.data, name)
-        with pytest.raises(ConfigError, match="deparallelize is not supported with zero.stage 3"):
+        with pytest.raises(ConfigError, match=r"deparallelize is not supported with zero\.stage 3"):
             autopar.deparallelize(model)
 
 
