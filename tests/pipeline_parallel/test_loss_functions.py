@@ -123,7 +123,7 @@ def test_a_loss_function_of_the_users_is_refused(pp: int) -> None:
     for function, kind in ((weighted, LlamaForCausalLM), (again, LlamaForCausalLM), (None, ByProperty)):
         model = autopar.initialize(_set(function, kind), _config(pp))
         for batch in (_batch(), _batch(num_items_in_batch=18)):
-            words = f"the losses of {over} cannot be combined: the loss_function of {kind.__name__} is user-defined"
+            words = f"the losses of {over} cannot be combined: the loss_function of {kind.__name__} must be"
             with raises_everywhere(ConfigError, words, "count=lambda inputs: ..."):
                 model.execute_pipeline(_mine(model, batch))
         assert all(parameter.grad is None for parameter in model.parameters())

@@ -74,7 +74,7 @@ def test_initialize_refuses_it_and_changes_nothing() -> None:
     plain = layer.forward
     layer.forward = lambda x: plain(x) + 1
     expected = model(ids).logits
-    with raises_everywhere(ConfigError, "model.layers.0.mlp.down_proj (row, tensor_parallel_size=2) has a forward"):
+    with raises_everywhere(ConfigError, "layers.0.mlp.down_proj (row, tensor_parallel_size=2) must not have a forward"):
         parallel(model, 2)
     assert torch.equal(model(ids).logits, expected) and not hasattr(model, "mpu")
     piped = autopar.initialize(model, {"model_parallelism": {"pipeline_parallel_size": 2}})
