@@ -142,7 +142,7 @@ def test_what_would_be_silently_wrong_raises():
     with pytest.raises(ConfigError, match="resize_token_embeddings is not supported on a parallelized GPT2LMHeadModel"):
         model.resize_token_embeddings(140)
     with pytest.raises(
-        ConfigError, match=r"save_pretrained: this rank holds only its part.*\n?.*merge_checkpoints=True"
+        ConfigError, match=r"save_pretrained: this rank holds only its shards.*\n?.*merge_checkpoints=True"
     ):
         model.save_pretrained("nowhere")
     with pytest.raises(ConfigError, match=r"resize_token_embeddings is not supported on a parallelized GPT2Model"):
