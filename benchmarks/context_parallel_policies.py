@@ -25,13 +25,13 @@ from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT
 from tests.test_every_policy import WHOLE, _main
 
 NOT_IN_STAGES = {
-    **dict.fromkeys(("albert", "hrm_text"), "its forward does not call each block once, in order"),
+    **dict.fromkeys(("albert", "hrm_text"), "its forward must call each block once, in order"),
     **dict.fromkeys(
         (
             *("flaubert", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
             *("mistral_large4", "xlm"),
         ),
-        "later ones, or the head, read what earlier ones made: they form 1 groups",
+        "later blocks or the head read outputs of earlier blocks, which leaves 1 groups",
     ),
     "ibert": "read ibert.embeddings.token_type_embeddings.weight, which another stage holds",  # in the first pass
 }
@@ -39,7 +39,7 @@ NOT_IN_STAGES = {
 
 NOT_OVER_FOUR = {
     **dict.fromkeys(("musicgen", "musicgen_melody_decoder"), "RuntimeError: shape '[-1, 3, 52]' is invalid"),
-    "rembert": "no length up to 32 tells rows from other sizes",
+    "rembert": "no sequence length up to 32 differs from all other sizes",
 }
 """Model types that are cut over two context-parallel ranks and refused over four, and what with."""
 

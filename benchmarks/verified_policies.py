@@ -35,7 +35,7 @@ from autopar.errors import AutoparError, ConfigError, PipelineError, Unsupported
 from autopar.policy.match import find_policy, supported_model_types
 from autopar.tools.commands.models import of_task
 from autopar.tools.verification.batches import make_batches
-from autopar.tools.verification.report import Report, Row
+from autopar.tools.verification.report import Row, VerificationReport
 from autopar.tools.verification.small_models import build_small
 from benchmarks.derived_policies import main_case
 from tests.pool import pooled
@@ -89,7 +89,7 @@ def _double(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def verdict(report: Report) -> tuple[str, str]:
+def verdict(report: VerificationReport) -> tuple[str, str]:
     """Return the verdict of a report, and the first reason."""
     wrong = [row for row in report.rows if row.holds is False]
     if not wrong:

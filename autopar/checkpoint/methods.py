@@ -194,7 +194,7 @@ def detach(model: nn.Module) -> None:
         detach_hooks(model)
 
 
-# -- methods of the full model - ---------------------------------------------------------------------------------------
+# -- methods of the full model -----------------------------------------------------------------------------------------
 
 
 PART = "this rank holds only its shards of {model} ({ranks}).\n"

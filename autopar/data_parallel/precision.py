@@ -64,7 +64,8 @@ def to_half(
 ) -> None:
     """Convert the floating-point parameters and persistent buffers of ``model`` to ``dtype``, in place.
 
-    Tensors that transformers keeps in fp32 become fp32. Buffers that are not saved (rotary frequencies) do not change.
+    Parameters that transformers keeps in fp32 become fp32. Buffers that are not saved (rotary frequencies) do not
+    change.
 
     Args:
         masters: The fp32 weights, which receive the unrounded values.

@@ -139,8 +139,8 @@ def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
             elif place in shapes:
                 was = shapes[place]
                 raise ConfigError(
-                    f"{path}.{name} of {type(model).__name__} must keep the shape of its shard, {was and list(was)} on "
-                    f"this rank; got {list(parameter.shape)}.\n{_WHEN}"
+                    f"{path}.{name} of {type(model).__name__} must keep the shape of its shard.\n  On this rank the "
+                    f"shape was {was and list(was)}, and is {list(parameter.shape)}.\n{_WHEN}"
                 )
     if new:
         more = " ..." if len(new) > 3 else ""

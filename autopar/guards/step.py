@@ -197,8 +197,8 @@ class StepCheck:
 
         Raises:
             ConfigError: An optimizer that was passed to ``initialize`` gets a closure.
-            ConsistencyError: Gradients or weights differ between the replicas, or ``no_sync`` left gradients
-            unaveraged. PipelineError: Another rank does not make the first step within ``pipeline.timeout``.
+            ConsistencyError: Gradients or weights differ between the replicas, or were not averaged in ``no_sync``.
+            PipelineError: Another rank does not make the first step within ``pipeline.timeout``.
         """
         model, progress = self._model(), self._progress.get(optimizer)
         if model is None or progress is None or is_inside_another_step():

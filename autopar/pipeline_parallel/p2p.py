@@ -248,13 +248,13 @@ class P2P(NotCopied):
         header = torch.frombuffer(bytearray(pickle.dumps((self._pass, message.tag, packed))), dtype=torch.uint8)
         parts, end = [(_LENGTHS, header)], _LENGTHS + header.numel()
         for tensor in tensors:
-            parts.append((_aligned(end), tensor.reshape(-1).view(torch.uint8)))
+            parts.append((_aligned(end), tensor))
             end = _aligned(end) + tensor.nbytes
         expected = self._size(peer, end, received=False)
         frame = torch.empty(max(end, expected), dtype=torch.uint8)
         frame[:_LENGTHS] = torch.tensor([end, header.numel()]).view(torch.uint8)
         for begin, part in parts:
-            frame[begin : begin + part.numel()] = part
+            frame[begin : begin + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
         self._start(frame[:expected], peer, self._control, _OF_FRAMES, message.name, label)
         if end > expected:
             self._start(frame[expected:], peer, self._control, _OF_FRAMES, message.name, label)
@@ -305,7 +305,8 @@ class P2P(NotCopied):
             if count and len(inline):
                 end = begin + count * meta.dtype.itemsize
                 tensor, begin = inline[begin:end].view(meta.dtype).view(meta.shape), _aligned(end)
-                return tensor.requires_grad_(meta.requires_grad)
+                # The leaf gives its memory back; any other tensor may be kept, and must not keep the frame.
+                return tensor.requires_grad_() if meta.requires_grad else tensor.clone()
             tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
             if count:
                 group = self._groups[message.backward, self.axis.rank > origin]

@@ -28,7 +28,7 @@ def read(path: Path) -> dict[str, list[float]]:
         raise ConfigError(f"{path} has no rows. autopar.metrics(model, batch, seconds, log={str(path)!r}) writes them")
     try:
         return {name: [float(row[name] or "nan") for row in rows] for name in rows[0]}
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"{path} must contain numbers only: {error}") from error
 
 
@@ -58,7 +58,7 @@ def draw(runs: Sequence[Path], target: Path) -> list[str]:
     for name, (panel,) in zip(shown, panels, strict=True):
         for path, columns in found.items():
             if name in columns:
-                panel.plot(columns.get("step", range(len(columns[name]))), columns[name], label=path.stem)
+                panel.plot(columns.get("step", range(len(columns[name]))), columns[name], label=str(path))
         panel.set_ylabel(PANELS[name])
         panel.grid(alpha=0.3)
         if len(runs) > 1:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target = given.output or given.runs[0].with_suffix(".svg")
     try:
         panels = draw(given.runs, target)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, ValueError) as error:  # savefig raises ValueError for an unknown suffix
         raise SystemExit(f"error: {error}") from None
     print(f"{target}: {', '.join(panels)}")
 

@@ -247,9 +247,11 @@ def test_killed_at_every_step_of_a_save(tmp_path, alone, point, async_save):
         assert os.listdir(tmp_path) == ["ckpt"]
         return
     # Where the system cannot swap folders there is a moment without one; the message says what to rename.
-    with pytest.raises(CheckpointError, match=r"interrupted left \.ckpt\.\w+-[\w-]+ beside it") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"interrupted save left the complete checkpoint \.ckpt\.\w+-[\w-]+"
+    ) as caught:
         check_checkpoint(tmp_path / "ckpt")
-    named = str(caught.value).splitlines()[1].split("rename ")[1].split(" to ")[0]
+    named = str(caught.value).splitlines()[1].split("Rename ")[1].split(" to ")[0]
     assert loads(Path(named), alone) in (1, 2)
     os.rename(named, tmp_path / "ckpt")
     assert loads(tmp_path / "ckpt", alone) in (1, 2)

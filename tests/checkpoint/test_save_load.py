@@ -95,7 +95,7 @@ def test_an_optimizer_around_another_one_is_refused(tmp_path):
     one_step(model, inner)
     for call in (model.save_parallelized, model.from_parallelized):
         model.save_parallelized(tmp_path / "ckpt", optimizer=inner)
-        with pytest.raises(CheckpointError, match=r"Wrapper wraps a AdamW \(its attribute 'inner'\)"):
+        with pytest.raises(CheckpointError, match=r"Wrapper wraps a AdamW \(attribute 'inner'\)"):
             call(tmp_path / "ckpt", optimizer=Wrapper(inner))
 
 

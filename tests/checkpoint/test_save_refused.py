@@ -115,7 +115,7 @@ def test_wrong_arguments(tmp_path):
     with refusals() as refuse:
         for arguments, message in (
             ({"directory": x, "path": x}, "got directory="),
-            ({"path": x, "device_map": "auto"}, "from_parallelized does not take device_map='auto'"),
+            ({"path": x, "device_map": "auto"}, "from_parallelized does not support device_map='auto'"),
             ({"path": x, "verfy": False}, "has no argument 'verfy'. Did you mean 'verify'?"),
         ):
             refuse(arguments, message, model.from_parallelized, **arguments)

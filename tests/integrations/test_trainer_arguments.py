@@ -204,7 +204,7 @@ def test_what_is_refused(tmp_path):
         with raises_everywhere(ConfigError, "does not divide"):
             trainer_of(tmp_path, 3)
         trainer = trainer_of(tmp_path, 2)
-        with raises_everywhere(ConfigError, "clip_grad_norm_ got 1 parameters"):
+        with raises_everywhere(ConfigError, "must get all parameters of a parallelized model, got 1"):
             some = list(trainer.model.parameters())
             for parameter in some:
                 parameter.grad = torch.ones_like(parameter)

@@ -93,7 +93,7 @@ def test_a_random_number_of_one_rank(tmp_path):
                     trainer.add_callback(Draw())
                     torch.rand(dist.get_rank())
                 if drawn and dropout:
-                    with raises_everywhere(ConsistencyError, "random state of torch: rank 0:", "seed all ranks"):
+                    with raises_everywhere(ConsistencyError, "random state of torch: rank 0:", "Seed all ranks"):
                         trainer.train()
                 else:
                     trainer.train()

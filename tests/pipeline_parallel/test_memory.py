@@ -54,6 +54,7 @@ def test_values_of_any_size_and_dtype_arrive_in_frames_of_the_last_size() -> Non
     sizes = [(3,), (700, 1000), (5, 0), (2, 7), (1200, 1000), (), (700, 999)]  # the fifth is too large for a frame
     dtypes = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64)
     values = [[(torch.rand(size) * 9).to(dtype) for dtype in dtypes[: 1 + n % 5]] for n, size in enumerate(sizes)]
+    values += [[torch.ones(1).expand(3)[:1], torch.rand(3, dtype=torch.complex64).conj()]]
     kind = Message("a value", 6)
     p2p.begin_actions()
     for value in values if piped.mpu.is_pipeline_first_stage() else []:

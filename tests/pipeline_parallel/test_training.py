@@ -271,5 +271,5 @@ def test_configs_that_do_not_fit() -> None:
         with raises_everywhere(ConfigError, f"chunks=3 does not fit schedule {schedule}, which has 2 stages on each"):
             autopar.initialize(gpt2(), _config(schedule=schedule, chunks=3))
     too_few = "num_microbatches=3 is less than twice pipeline_parallel_size=2, which schedule dualpipev needs"
-    with raises_everywhere(ConfigError, too_few, "give at least 4, or schedule zbv"):
+    with raises_everywhere(ConfigError, too_few, "use at least 4, or schedule zbv"):
         autopar.initialize(gpt2(), _config(schedule="dualpipev", num_microbatches=3))

@@ -39,7 +39,7 @@ def test_metrics_count_the_operations_of_the_plain_model() -> None:
     assert autopar.metrics(model, {"input_ids": IDS}, 2.0)["mfu"] is None or torch.cuda.is_available()
     with pytest.raises(ConfigError, match="seconds must be above 0, not 0"):
         autopar.metrics(model, {"input_ids": IDS}, 0)
-    with pytest.raises(ConfigError, match=r"no input_ids \[batch, sequence\]; it has labels"):
+    with pytest.raises(ConfigError, match=r"must have input_ids \[batch, sequence\]; got labels"):
         autopar.metrics(model, {"labels": IDS}, 1)
     model.mpu.destroy()
 

@@ -67,7 +67,7 @@ def test_a_clipping_of_dtensors_that_one_rank_skips_is_found(gpu: str | None) ->
     (problem, *_) = autopar.rehearse(
         on_meta(llama), {"zero": {"stage": 3}}, 4, sequence=16, loop=loop, gpu=gpu
     ).problems
-    assert problem.startswith("rank 0 has ") and "rank 3 has " in problem
+    assert problem.startswith("rank 0 issues ") and "rank 3 only " in problem
     assert "The first missing collective: all_reduce over world [39] float32" in problem
     assert "test_rehearse.py:" in problem
 
@@ -149,7 +149,7 @@ def test_data_parallel_of_torch(alone: bool) -> None:
     weights = sum(parameter.numel() for parameter in on_meta(llama).parameters())
     assert weights // 2 < sum(call.bytes // 4 for call in reduced) < weights, "this rank's shards, once"
     assert bool(found.problems) == alone
-    assert not alone or "rank 0 has 5 collectives over dp [0, 2, 4, 6], rank 6 has 0" in found.problems[0]
+    assert not alone or "rank 0 issues 5 collectives over dp [0, 2, 4, 6], rank 6 only 0" in found.problems[0]
 
 
 @pytest.mark.tier("test")

@@ -341,10 +341,10 @@ def _check_number(name: str, number: int, state: RowState) -> None:
             raise state.tracking.mixed(f"argument {name} of a block counts rows, {number}")
         seen.add(number)
     elif number not in seen:
-        known = ", ".join(map(str, sorted(seen)[:8])) or "none"
+        known = ", ".join(map(str, sorted(seen)[:8])) or "missing"
         raise ConfigError(
-            f"context_parallel_size={state.axis.size}: expected argument {name} of a block to be one of {known}, got "
-            f"{number}, which may count rows\n  Use the plain model, or tensor_parallel_size, for these inputs."
+            f"context_parallel_size={state.axis.size}: argument {name} of a block is {number}, which may count rows\n"
+            f"  In the dry run it was {known}. For these inputs use the reference model, or tensor_parallel_size."
         )
 
 

@@ -175,7 +175,9 @@ def prepare_dataloader(
         kwargs["generator"] = torch.Generator().manual_seed(seed)
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ConfigError("shuffle=True requires a map-style dataset\n  Shuffle the stream itself.")
+            raise ConfigError(
+                "shuffle=True requires a map-style dataset\n  Shuffle the stream itself, identically on all ranks."
+            )
         source: Dataset[Any] = _EveryNth(dataset, dp.rank, dp.size, even_batches) if dp.size > 1 else dataset
         loader = ReplicaDataLoader(source, batch_size, drop_last=drop_last, **kwargs)
     elif not even_batches:
@@ -251,7 +253,7 @@ def gather_for_metrics(
     if samples is not None and total < samples:
         raise ConsistencyError(
             f"gather_for_metrics has fewer values than samples: expected {samples}, got {total}\n"
-            "  Remove drop_last=True from prepare_dataloader, so that it drops no sample."
+            "  Pass the values of a complete pass. If prepare_dataloader has drop_last=True, remove it."
         )
     ((shape, dtype),) = kinds
     own = torch.zeros(max(counts), *shape, dtype=dtype, device=mpu.device)

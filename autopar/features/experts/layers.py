@@ -98,8 +98,8 @@ class ExpertParallel(RegionModule):
         for path, hook in hooks_below(self):
             raise ConfigError(
                 f"the hook {described(hook)} on {self.autopar.path}.{path} is inside distributed experts: it would see "
-                f"tokens of ranks {list(self.tp.ranks)} in another order\n"
-                "  Put the hook on the experts, where it sees the tokens of this rank. "
+                f"tokens in another order\n  They are the tokens of ranks {list(self.tp.ranks)}. "
+                "Put the hook on the experts, where it sees the tokens of this rank. "
                 "autopar.local_hooks(module) allows hooks\n  that support sharded tokens."
             )
 

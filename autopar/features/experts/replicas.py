@@ -53,8 +53,9 @@ def _leave_to_us(mpu: MPU, wrapper: nn.Module, inside: nn.Module) -> None:
     if names and not (isinstance(wrapper, DistributedDataParallel) and names <= left_out_of_ddp(wrapper)):
         raise ConfigError(
             f"{type(wrapper).__name__} would average experts over all replicas, which hold different ones with "
-            f"expert_parallel_size={mpu.ep.size} above tensor_parallel_size={mpu.tp.size}: {min(names)}\n"
-            "  Wrap the model that autopar.initialize returned in DistributedDataParallel, which then ignores experts."
+            f"expert_parallel_size={mpu.ep.size} above tensor_parallel_size={mpu.tp.size}\n"
+            f"  One of them is {min(names)}. Wrap the model that autopar.initialize returned in\n"
+            "  DistributedDataParallel, which then ignores experts."
         )
     for experts in found if isinstance(wrapper, DistributedDataParallel) else ():
         experts.inside(wrapper)

@@ -184,7 +184,7 @@ class VocabParallelEmbedding(layers.VocabParallelEmbedding, metaclass=_Swapped):
         dtype: torch.dtype | None = None,
     ) -> None:
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ConfigError(f"padding_idx={padding_idx} must be less than num_embeddings={num_embeddings}")
+            raise ConfigError(f"padding_idx must be in [-{num_embeddings}, {num_embeddings}), got {padding_idx}")
         axis = seeded_axis(group, type(self).__name__)
         layout = layout_of(type(self).__name__, "num_embeddings", num_embeddings, 0, axis)
         begin = functools.partial(nn.Embedding.__init__, self, num_embeddings, embedding_dim, padding_idx)

@@ -47,7 +47,7 @@ def collect() -> dict[str, Any]:
         "devices": _devices(),
         "backends": backends,
         "shared memory (GB free)": _free("/dev/shm"),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
         "memory (GB)": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "model types": len(supported_model_types()),
         "features": [feature.name for feature in registry.features()],
@@ -74,14 +74,18 @@ def _commit(package: Path) -> str:
 
 
 def _devices() -> list[str]:
-    """Return one line per kind of accelerator: its name, number, memory and driver; empty for a CPU."""
+    """Return one line per kind of GPU: number, name, memory and the version of CUDA or ROCm; empty for a CPU."""
     import torch
 
     found: dict[str, int] = {}
-    for number in range(torch.cuda.device_count()):
-        of = torch.cuda.get_device_properties(number)
-        name = f"{of.name}, {of.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
-        found[name] = found.get(name, 0) + 1
+    version = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    try:
+        for number in range(torch.cuda.device_count()):
+            of = torch.cuda.get_device_properties(number)
+            name = f"{of.name}, {of.total_memory / 1e9:.0f} GB, {version}"
+            found[name] = found.get(name, 0) + 1
+    except RuntimeError as error:  # a driver that does not fit
+        return [f"not usable: {error}"]
     return [f"{count} x {name}" for name, count in found.items()]
 
 

@@ -111,7 +111,7 @@ def metrics(
 
     Raises:
         ConfigError: If the model is not parallelized or not a Hugging Face model, the batch has no ``input_ids``,
-            ``seconds`` is not above 0, or the GPU is unknown.
+            ``seconds`` is not above 0, the GPU is unknown, or ``log`` (on rank 0 only) has other columns.
     """
     state = vars(model).get("_autopar")
     if state is None:
@@ -137,9 +137,10 @@ def metrics(
     if kind == "fp32":
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, kind)
     peak = None if found is None else found.peak(kind)
-    used = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+    device = state.mpu.device
+    on_gpu = device.type == "cuda"
+    used = torch.cuda.max_memory_allocated(device) if on_gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
     figures: dict[str, float | None] = {
-        **values,
         "tokens_per_second": samples * sequence * replicas / seconds,
         "tokens_per_second_per_gpu": samples * sequence * replicas / seconds / world,
         "flops": float(flops),
@@ -147,6 +148,9 @@ def metrics(
         "mfu": None if peak is None else flops / seconds / world / peak,
         "memory_gb": used / 1e9,
     }
+    if twice := figures.keys() & values.keys():
+        raise ConfigError(f"metrics: {min(twice)}= is one of the figures of autopar; use another name")
+    figures = {**{name: float(value) for name, value in values.items()}, **figures}
     if log is not None and state.mpu.rank == 0:
         _append(Path(log), figures) if isinstance(log, str | Path) else log(figures)
     return figures

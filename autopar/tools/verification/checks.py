@@ -509,7 +509,7 @@ def _of_stages(session: Session) -> list[Row]:
     pairs = same_floats(expected, outputs)
     found = [Named(name, measure(theirs, own)) for name, own, theirs in pairs if theirs is not None]
     row = worst_row("dropout", "outputs, with the same random draws", found, session.tolerance, show=False)
-    others = "a stage draws other numbers than the plain model, or in another order"
+    others = "a stage draws other numbers than the reference model, or in another order"
     return [row if row.holds is not False or row.note else replace(row, note=others)]
 
 

@@ -48,12 +48,12 @@ def test_a_plain_model_and_a_merge(tmp_path: Path) -> None:
     other = autopar.initialize(quantized("fp4"), {"tp": 2})
     with raises_everywhere(CheckpointError, "q_proj.weight is bitsandbytes nf4 in", "and bitsandbytes fp4 in the mod"):
         other.from_parallelized(str(folder))
-    with patched_shape(model), raises_everywhere(CheckpointError, "up_proj.weight as bitsandbytes nf4: it has shape"):
+    with patched_shape(model), raises_everywhere(CheckpointError, "up_proj.weight as bitsandbytes nf4: expected shape"):
         model.from_parallelized(str(folder))
     with raises_everywhere(ConfigError, "holds 14 quantized weights in shards", "autopar merge"):
         autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2})
     autopar.initialize(adapted("nf4"), {"tp": 2}).save_parallelized(str(tmp_path / "adapters"))
     with raises_everywhere(CheckpointError, "weight is bitsandbytes nf4 in", "and bitsandbytes fp4 in the mod"):
         autopar.initialize(adapted("fp4"), {"tp": 2}).from_parallelized(str(tmp_path / "adapters"))
-    with pytest.raises(CheckpointError, match="leaves out 14 quantized weights of"):
+    with pytest.raises(CheckpointError, match="lacks the 14 quantized weights of its base"):
         merge_checkpoint(tmp_path / "adapters", tmp_path / "merged")

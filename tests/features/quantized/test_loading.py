@@ -85,5 +85,7 @@ def test_adapters_of_a_model_that_no_process_holds(form: str, tmp_path: Path) ->
 @pooled(world_size=2)
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     folder = written(tmp_path)
-    with pytest.raises(ConfigError, match=r"does not take load_in_4bit: write quantization_config=BitsAndBytesConfig"):
+    with pytest.raises(
+        ConfigError, match=r"does not support load_in_4bit: write quantization_config=BitsAndBytesConfig"
+    ):
         autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2}, load_in_4bit=True)

@@ -238,7 +238,7 @@ def _states_of(
 
 
 def _filled(model: Any, module: nn.Module, like: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` on the CPU with random weights; buffers keep their values in ``module``."""
+    """Return a copy of ``module`` on the CPU with random weights; buffers with values keep them."""
     made, numbers = copy.deepcopy(like).to_empty(device="cpu").float(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for each in made.modules():
