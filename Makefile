@@ -204,8 +204,16 @@ durations: $(VENV) fetch ## write tests/durations.json anew, on a quiet machine 
 mutations: $(VENV) ## plant each fault of tests/mutations and see the test that catches it (half an hour)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.mutations.plant
 
-lint: $(VENV) ## run the hooks of .pre-commit-config.yaml: style, spelling, words, docstrings, layers, types
-	PRE_COMMIT_HOME=.cache/pre-commit $(BIN)/pre-commit run --all-files
+# The hooks of .pre-commit-config.yaml, without a need for git.
+lint: $(VENV) ## check style, spelling, words, docstrings, layers and types
+	.venv/bin/ruff check --force-exclude .
+	.venv/bin/ruff format --check --force-exclude .
+	.venv/bin/codespell autopar docs README.md tests tutorials policies
+	.venv/bin/yamllint --strict policies .github
+	.ci/docstrings
+	.venv/bin/python -m pytest -q -p no:cacheprovider tests/docs/test_prose.py
+	.venv/bin/lint-imports
+	.venv/bin/mypy
 
 # Sphinx lies beside .venv, and takes the docstrings from what .venv has. A warning is an error, and so is a dead link.
 docs: $(VENV) $(DOCS) ## build the site: all pages and the API, build/site/index.html; needs no network to be read

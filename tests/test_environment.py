@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 from tests.environment import SET, cleaned
 
 ROOT = Path(__file__).parents[1]
@@ -18,6 +20,12 @@ def test_pytest_refuses_to_run_without_assertions() -> None:
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "are you using python -O?" in done.stderr
+
+
+def test_the_hooks_of_a_commit_are_the_lines_of_make_lint() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    _, _, lint = (ROOT / "Makefile").read_text().partition("\nlint: ")
+    assert len(hooks) == 8 and not [hook["entry"] for hook in hooks if f"\n\t{hook['entry']}" not in lint]
 
 
 def test_only_what_the_machine_needs_stays() -> None:

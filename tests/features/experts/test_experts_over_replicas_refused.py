@@ -85,7 +85,8 @@ def test_hooks_on_experts_see_own_tokens_and_those_inside_are_refused() -> None:
     assert "look (" in str(info.value) and str(info.value).endswith(
         "on model.layers.1.mlp.experts.act_fn is inside distributed experts: it would see tokens in "
         "another order\n  They are the tokens of ranks [0, 1]. "
-        "Put the hook on the experts, where it sees the tokens of this rank. autopar.local_hooks(module) allows hooks\n  that support sharded tokens."
+        "Put the hook on the experts, where it sees the tokens of this rank. "
+        "autopar.local_hooks(module) allows hooks\n  that support sharded tokens."
     )
     autopar.local_hooks(experts.act_fn)
     model(input_ids=ids)
