@@ -71,7 +71,7 @@ class Rehearsal:
         """Write the training step for https://ui.perfetto.dev and ``chrome://tracing``.
 
         Raises:
-            ConfigError: If there is no timeline, because ``gpu`` was not given or the ranks do not finish.
+            ConfigError: If the timeline is missing, because ``gpu`` was not given or the ranks do not finish.
         """
         if self.timeline is None:
             raise ConfigError("The rehearsal has no timeline.\n  Call rehearse(..., gpu='h100'), and fix its problems.")

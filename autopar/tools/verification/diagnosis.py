@@ -41,7 +41,7 @@ class Event(NamedTuple):
 
     Attributes:
         kind: ``input``, ``output``, ``gradient`` (of the output) or ``parameter`` (its gradient).
-        verdict: True if the tensor equals the reference model's tensor, None if there is no counterpart.
+        verdict: True if the tensor equals the reference model's tensor, None without a counterpart.
         difference: The difference, relative to the largest element.
         call: The number of earlier calls of the module.
         readers: The paths of the modules that read the output, for a gradient.

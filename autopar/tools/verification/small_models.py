@@ -311,7 +311,7 @@ def derived_tree(model: PreTrainedModel) -> dict[str, Any]:
             with kept():
                 tree = derive(build_small(type(model), model.config)).tree
             check_plan(model, "", make_plan(model, read_user_policy(tree), 2))
-        except AutoparError:  # there is no small model, or its policy does not fit
+        except AutoparError:  # the small model is missing, or its policy does not fit
             tree = None
     tree, losses = tree or derive(model).tree, losses_of(model)
     return {**tree, "loss": losses} if losses else tree
@@ -324,7 +324,7 @@ def losses_of(model: PreTrainedModel) -> dict[str, str]:
     try:
         with kept():
             found = measured_kind(build_small(type(model), model.config))
-    except AutoparError:  # there is no small model
+    except AutoparError:  # the small model is missing
         return {}
     return {} if found is None else {type(model).__name__: found}
 
