@@ -194,11 +194,11 @@ def test_wrappers_over_data_alone_are_refused() -> None:
     model = _model(2)
     mpu = model.mpu
     text = f"DistributedDataParallel over ranks {list(mpu.dp.ranks)} would leave out ranks that share their sequences"
-    with _raises(ConfigError, text, "[0, 1, 2, 3]. Give it process_group=model.mpu.dp_cp.group"):
+    with _raises(ConfigError, text, "[0, 1, 2, 3]. Pass process_group=model.mpu.dp_cp.group"):
         DistributedDataParallel(model, process_group=mpu.get_data_parallel_group())
     sharded = copy.deepcopy(model)
     fully_shard(sharded, mesh=mpu.mesh["dp"])
     (batch,) = language_batches(131, count=1)
-    with _raises(ConfigError, "fully_shard over ranks", "Give it mesh=model.mpu.dp_cp_mesh"):
+    with _raises(ConfigError, "fully_shard over ranks", "Pass mesh=model.mpu.dp_cp_mesh"):
         sharded(**batch).loss.backward()
         torch.optim.SGD(sharded.parameters(), lr=0.1).step()
