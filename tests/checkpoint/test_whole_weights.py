@@ -40,7 +40,7 @@ def same(model: nn.Module, expected: nn.Module) -> None:
 def test_torch_save_of_a_state_dict_warns_once_and_the_file_knows_its_rank(tmp_path: Path, how: str) -> None:
     model, rank = parallel(llama(), how), dist.get_rank()
     axis = "tensor-parallel" if how == "tp" else "pipeline"
-    text = f"{axis} rank {rank} of 2 has of LlamaForCausalLM.*\n.*{INSTEAD}"
+    text = f"only the shards of LlamaForCausalLM on {axis} rank {rank} of 2.*\n.*{INSTEAD}"
     with pytest.warns(autopar.ShardWarning, match=text) as seen:
         torch.save(model.state_dict(), mine(tmp_path))
     assert seen[0].filename == __file__
@@ -64,7 +64,7 @@ def test_torch_save_of_a_state_dict_warns_once_and_the_file_knows_its_rank(tmp_p
 @pooled(world_size=2)
 def test_a_state_dict_inside_of_another_module_s_warns_too(tmp_path: Path) -> None:
     around = nn.ModuleDict({"module": parallel(gpt2())})  # as DistributedDataParallel names it
-    with pytest.warns(autopar.ShardWarning, match="has of GPT2LMHeadModel"):
+    with pytest.warns(autopar.ShardWarning, match="holds only the shards of GPT2LMHeadModel"):
         torch.save({"model": around.state_dict(), "step": 3}, mine(tmp_path))
     around.load_state_dict(torch.load(mine(tmp_path))["model"])
     around.load_state_dict({f"module.{name}": value for name, value in gpt2(1).state_dict().items()})

@@ -91,6 +91,6 @@ def test_kv_heads_on_several_ranks():
     same_training(model, {"model_parallelism": {"tensor_parallel_size": 4}}, steps=1)
     scaled = _ia3(llama(), ["k_proj", "down_proj"], ["down_proj"])
     with pytest.raises(
-        ConfigError, match=r"adapters at .*k_proj: the rule .* is 'column' of kv_heads .*\n.*modules_to"
+        ConfigError, match=r"adapters at .*k_proj are not supported with the rule 'column' of kv_heads .*\n.*modules_to"
     ):
         autopar.initialize(scaled, {"model_parallelism": {"tensor_parallel_size": 4}})
