@@ -172,7 +172,7 @@ def test_a_group_added_later_gets_owners_too():
     owned = [p for p in model.parameters() if optimizer._autopar.owns(p)]
     assert {id(p) for p in optimizer.state} == {id(p) for p in owned}
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(7))]})
-    with raises_everywhere(ConfigError, "a parameter of shape [7] in SGD is not one of GPT2LMHeadModel"):
+    with raises_everywhere(ConfigError, "a parameter of shape [7] in SGD is not a parameter of GPT2LMHeadModel"):
         optimizer.step()
 
 

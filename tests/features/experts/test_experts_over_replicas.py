@@ -131,8 +131,8 @@ def test_distributed_data_parallel_leaves_experts_to_us(sizes: dict[str, int]) -
     assert str(info.value) == (
         "DistributedDataParallel would average experts over all replicas, which hold different ones with "
         f"expert_parallel_size={ep} above tensor_parallel_size={tp}\n"
-        "  One of them is inside.model.layers.0.mlp.experts.down_proj. Wrap the model that autopar.initialize returned in\n"
-        "  DistributedDataParallel, which then ignores experts."
+        "  One of them is inside.model.layers.0.mlp.experts.down_proj. "
+        "Wrap the model that autopar.initialize returned in\n  DistributedDataParallel, which then ignores experts."
     )
 
 
