@@ -154,5 +154,5 @@ def test_small_files_that_are_damaged_for_one_rank(tmp_path):
     shutil.copytree(path, mine)
     if dist.get_rank() == 1:
         (Path(mine) / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"rank1/config\.json holds a list"):
+    with pytest.raises(CheckpointError, match=r"rank1/config\.json must hold a JSON object"):
         autopar.from_pretrained(AutoModelForCausalLM, mine, tp(2))

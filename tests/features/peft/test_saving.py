@@ -162,9 +162,7 @@ def test_what_saving_refuses(tmp_path: Path):
         model.get_base_model().save_pretrained(tmp_path / "x")
     assert not (tmp_path / "x").exists()
     plain = autopar.initialize(gpt2(), size)
-    with pytest.raises(
-        CheckpointError, match=r"requires one PeftModel in GPT2LMHeadModel, got 0\n.*get_peft_model before"
-    ):
+    with pytest.raises(CheckpointError, match=r"got GPT2LMHeadModel, which contains none.*\n.*get_peft_model before"):
         plain.save_parallelized(tmp_path / "x", adapter_only=True)
     staged = autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
     with pytest.raises(ConfigError, match=r"PEFT cannot add adapters(.|\n)*integrations\.get_peft_model"):
