@@ -54,7 +54,7 @@ def test_torch_save_of_a_state_dict_warns_once_and_the_file_knows_its_rank(tmp_p
             parameter.zero_()
     model.load_state_dict(own)
     assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
-    had, is_now = f"what {axis} rank {1 - rank} of 2 had", f"this is {axis} rank {rank} of 2"
+    had, is_now = f"the state dict of {axis} rank {1 - rank} of 2", f"this is {axis} rank {rank} of 2"
     with pytest.raises(autopar.CheckpointError, match=f"{had}; {is_now}"):
         model.load_state_dict(other)
     with pytest.raises(RuntimeError, match=r"size mismatch|Missing key"):
