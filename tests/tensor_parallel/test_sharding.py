@@ -214,7 +214,7 @@ def test_what_is_made_of_too_few_units_stays_whole_on_every_rank() -> None:
 
 @pooled(world_size=2)
 def test_units_go_out_in_multiples() -> None:
-    policy = toy_policy({"ffn": {"count": "ffn", "multiple": 4}}, MLP_RULES)
+    policy = toy_policy({"ffn": {"count": "ffn", "align": 4}}, MLP_RULES)
     model = check(lambda: toy(MLP, ffn=12), batches(), 2, policy=policy)
     assert model.layers[0].up.weight.shape[0] == (8 if model.mpu.tp.rank == 0 else 4)
 
