@@ -112,7 +112,7 @@ def test_checks_run_with_every_graph(where: str) -> None:
         run(**other)
     run(**batch)
     model.score = nn.Linear(3, 3)
-    with pytest.raises(ConfigError, match="came after"):
+    with pytest.raises(ConfigError, match=r"added to LlamaForCausalLM after autopar\.initialize"):
         run(**batch)
 
 
