@@ -30,7 +30,7 @@ LINES = {
     "policy": 1425,
     "storage": 1234,
     "tensor_parallel": 2783,
-    "tools": 12654,
+    "tools": 12656,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

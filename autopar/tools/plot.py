@@ -1,7 +1,9 @@
 """Draw the loss, the speed and the memory of a run from the CSV file of ``autopar.metrics(..., log="run.csv")``::
 
-python -m autopar.tools.plot run.csv                     # writes run.svg
-python -m autopar.tools.plot before.csv after.csv -o speed.png
+    python -m autopar.tools.plot run.csv                     # writes run.svg
+    python -m autopar.tools.plot before.csv after.csv -o speed.png
+
+It needs matplotlib: ``pip install 'autopar[plot]'``.
 """
 
 from __future__ import annotations
