@@ -1,8 +1,8 @@
 """Which model types and policies stand for others where real ranks are needed.
 
-``make test`` compares :data:`REPRESENTATIVES` with the plain model, ``make test-all`` one policy of each structure, in
-turns on two tensor-parallel ranks and in two stages, and ``make sweep`` every model type in both. A policy that has
-been changed is tried in each of them.
+``make test`` compares :data:`IN_EVERY_RUN` with the plain model. ``make test-all`` compares all :data:`REPRESENTATIVES`
+and one policy of each structure, in turns on two tensor-parallel ranks and in two stages. ``make sweep`` compares every
+model type in both. A changed policy is tried in each of them.
 """
 
 import dataclasses
@@ -44,6 +44,12 @@ REPRESENTATIVES = {
     "encoder-decoder": "two models with policies of their own",
 }
 """Model type -> what it stands for."""
+
+IN_EVERY_RUN = (
+    *("gpt2", "llama", "phi3", "qwen3", "falcon", "bert", "deberta-v2", "t5", "mixtral", "deepseek_v3", "mamba2"),
+    *("llava", "qwen2_vl", "whisper"),
+)
+"""Representatives that ``make test`` compares with the plain model."""
 
 
 def first_types(first: Collection[str], model_types: Sequence[str], *, later: str) -> list[Any]:

@@ -68,7 +68,6 @@ def test_weights_that_differ_are_not_saved(tmp_path):
     off.save_parallelized(tmp_path / "step-2")
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_dropout_and_fifty_steps_raise_no_false_alarm():
     rates = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}

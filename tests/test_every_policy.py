@@ -46,7 +46,7 @@ from tests.refused_types import (
     NOT_REHEARSED,
     ROWS_ON_FOUR,
 )
-from tests.representatives import REPRESENTATIVES, every_fourth, first_types, one_of_each_structure
+from tests.representatives import IN_EVERY_RUN, REPRESENTATIVES, every_fourth, first_types, one_of_each_structure
 
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
@@ -249,7 +249,8 @@ def _comes_back(model: nn.Module, tp: int) -> None:
 # -- over ranks: some of them -------------------------------------------------------------------------------------
 
 
-@pytest.mark.tier("test")
+@pytest.mark.every_case
+@pytest.mark.tier("test", only=IN_EVERY_RUN)
 @pytest.mark.parametrize("model_type", REPRESENTATIVES)
 @pooled(world_size=2)
 def test_a_representative_on_two(model_type: str) -> None:

@@ -35,7 +35,6 @@ def test_llama_on_three_with_two_kv_heads():
     check(lambda: llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4), language_batches(131), tp=3)
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_kv_heads_fewer_than_ranks_and_25_heads():
     for heads, kv in [(8, 1), (25, 5)]:
@@ -263,7 +262,6 @@ def test_an_unsupported_model_names_the_closest():
         autopar.initialize(model)
 
 
-@pytest.mark.tier("test", only=("pp", "dp"))
 @pytest.mark.parametrize("mesh", ["pp", "dp", "zero 3"])
 @pooled(world_size=2)
 def test_models_that_are_dropped_leave_no_threads_and_files(mesh: str, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_it_draws_what_transformers_draws():
         assert torch.equal(parameter, expected), name
 
 
-@pytest.mark.tier("test", only=("gpt2", "bloom"))
+@pytest.mark.tier("test", only=("gpt2",))
 @pytest.mark.parametrize("model_type", TYPES)
 @pooled(world_size=2)
 def test_the_size_of_tensor_parallelism_does_not_matter(model_type):

@@ -51,7 +51,6 @@ def test_optimizers_made_after_and_param_groups_of_the_users_own():
         same_weights(model, plain, 2e-5)
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_whole_batch():
     for build in (gpt2, llama):

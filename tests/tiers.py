@@ -31,9 +31,9 @@ class Tier:
 
 
 TIERS = {
-    "check": Tier("make check", 190),
-    "test": Tier("make test", 720),
-    "all": Tier("make test-all", 2900),
+    "check": Tier("make check", 180),
+    "test": Tier("make test", 540),
+    "all": Tier("make test-all", 2600),
     "sweep": Tier("make sweep", 20000),
 }
 _ORDER = list(TIERS)

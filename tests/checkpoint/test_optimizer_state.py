@@ -34,10 +34,13 @@ from tests.checkpoint.optimizers import (
 )
 from tests.checkpoint.refusals import refusals
 from tests.small import gpt2
+from tests.tiers import in_tier
+
+FIRST = ["momentum", "AdamW", "ASGD", "Rprop", "Muon"]
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*FIRST, *in_tier("all", [name for name in OPTIMIZERS if name not in FIRST])])
 def test_any_sharing_out_to_any_other(name: str, kind: str):
     make = OPTIMIZERS[name]
     plain = trained(kind, make)

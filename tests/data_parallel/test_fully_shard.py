@@ -107,7 +107,6 @@ def test_half_precision_keeps_fp32_shares_and_one_verdict():
         assert optimizer.loss_scale == (256 if dtype == "fp16" else 1)
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_whole_weights_are_freed_when_they_are_sharded():
     ep = {"tensor_parallel_size": 2, "expert_parallel_size": 4}

@@ -72,7 +72,6 @@ def mamba() -> Any:
     return randomise(MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=2, state_size=4)))
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_generate_waits_once_and_keeps_its_weights() -> None:
     """The cache has other names before transformers 5.24, and a Mamba's holds no keys."""

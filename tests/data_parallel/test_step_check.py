@@ -42,7 +42,6 @@ def test_if_nobody_averages_the_first_step_raises_though_the_optimizer_is_not_kn
         raise ConsistencyError
 
 
-@pytest.mark.tier("test")
 @pytest.mark.parametrize("after", [0, 4])
 @pooled(world_size=2)
 def test_a_group_that_one_replica_alone_adds_raises(after: int) -> None:
@@ -96,7 +95,6 @@ def test_the_last_execute_pipeline_of_a_step_inside_no_sync():
     optimizer.step()
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2, timeout=120)
 def test_a_replica_that_skips_a_step_is_noticed():
     model = _model()

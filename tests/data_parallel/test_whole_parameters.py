@@ -18,7 +18,6 @@ from tests.pool import pooled
 from tests.small import gpt2, llama
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_from_equal_gradients_the_bits_are_those_of_one_process() -> None:
     for kind, make in {**MATRICES, **ACROSS}.items():

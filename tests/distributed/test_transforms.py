@@ -36,7 +36,6 @@ def mixtral() -> Any:
     )
 
 
-@pytest.mark.tier("test")
 @pytest.mark.parametrize("mesh", MESHES)
 @pooled(world_size=2)
 def test_they_are_refused(mesh: str) -> None:

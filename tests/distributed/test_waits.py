@@ -25,7 +25,6 @@ def _quick() -> Iterator[None]:
         yield
 
 
-@pytest.mark.tier("test")
 @distributed(world_size=2)  # a time-out breaks the connections of the world
 def test_a_replica_evaluates_while_another_averages() -> None:
     """Its data has ended, and the other's has not."""

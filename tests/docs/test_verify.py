@@ -21,6 +21,7 @@ from tests.verification.faults import FAULTS
 PAGE = DOCS / "verify.md"
 
 
+@pytest.mark.tier("all")
 def words(printed: str) -> list[str]:
     """The lines without numbers, which of the tensors is the worst, and the widths of columns."""
     text = re.sub(r"(worst [\w ]+): [\w.]+", r"\1", printed)

@@ -88,6 +88,7 @@ def test_a_call_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: Pa
     assert f"LlamaForCausalLM.{method} on several ranks needs the feature '{name}', which is not installed.\n" in text
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_model_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
     package, what = MODELS[name]

@@ -60,7 +60,7 @@ assert type(model.model.layers[0].self_attn.o_proj) is torch.nn.Linear
 """
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 def test_the_feature_of_the_design_page_works_from_another_distribution(tmp_path: Path) -> None:
     assert CODE is not None and len(CODE[1].splitlines()) <= 40
     (tmp_path / "scaled_rows.py").write_text(CODE[1])

@@ -97,7 +97,7 @@ def test_tensor_parallel_ranks_sample_as_one_process_does(tmp_path, which):
     on_two_ranks(tmp_path, RUNS[which])
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("which", mainly(*RUNS, later="sweep"))
 def test_two_replicas_sample_as_two_processes_do(tmp_path, which):
     save_model(tmp_path)
@@ -178,7 +178,7 @@ def resumed(folder):
     assert part.entropy_coef == whole.entropy_coef
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 def test_ranks_of_a_replica(tmp_path):
     save_model(tmp_path)
     on_two_ranks_of_a_replica(tmp_path)

@@ -88,7 +88,6 @@ class _SumOfSquares(torch.autograd.Function):
         return 2 * gradient * ctx.saved_tensors[0]
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_penalty_on_all_weights_is_refused_and_one_on_the_head_is_not() -> None:
     plain = llama().train()

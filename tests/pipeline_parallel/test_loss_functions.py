@@ -114,7 +114,6 @@ def test_losses_whose_divisor_is_known_are_those_of_one_process_over_replicas() 
     _known_losses(1)
 
 
-@pytest.mark.tier("test")
 @pytest.mark.parametrize("pp", [1, 2])
 @pooled(world_size=2)
 def test_a_loss_function_of_the_users_is_refused(pp: int) -> None:

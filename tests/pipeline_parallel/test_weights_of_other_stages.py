@@ -65,7 +65,6 @@ def perturbed(model: Any) -> None:
 WRITTEN: list[Change] = [head_drawn, all_drawn, merged, rows_written, perturbed]
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_writes_are_those_of_one_process() -> None:
     plain = llama(num_hidden_layers=4).train()

@@ -73,7 +73,7 @@ def _no_labels(pp: int, stage: int) -> None:
         _same_as(model, plain, lambda parameter: parameter.data)
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("test", only=("0",))
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pooled(world_size=2)
 def test_a_replica_without_labels(stage: int) -> None:

@@ -129,7 +129,7 @@ def test_in_one_process(build: Any) -> None:
     assert saved.now() == 0
 
 
-@pytest.mark.tier("test", only=("gpt2", "_albert"))
+@pytest.mark.tier("test", only=("gpt2",))
 @pytest.mark.parametrize("build", MODELS)
 @pooled(world_size=2)
 def test_of_tensor_parallel_ranks(build: Any) -> None:

@@ -134,7 +134,7 @@ def times_are_the_planners(found: Rehearsal, estimate: Estimate, *, exact: bool)
     assert found.hidden == hidden == 0 or 0.5 < found.hidden / hidden < 2
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 def test_tensors_with_which_dtensors_find_sizes_are_not_counted() -> None:
     found = autopar.rehearse(build(LlamaForCausalLM), {"zero": {"stage": 3}}, 16, batch=1, sequence=2, gpu="h100")
     held, whole = found.held[0], sum(4 * parameter.numel() for parameter in build(LlamaForCausalLM).parameters())

@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 import autopar
 from tests.rehearsal.programs import llama
 from tests.rehearsal.test_rehearse import on_meta
+from tests.tiers import in_tier
 
 Loop = Callable[[Any, Any, dict[str, Any]], None]
 
@@ -252,8 +253,9 @@ WRONG: dict[Loop, str] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.tier("test")
-@pytest.mark.parametrize("loop", WRONG)
+@pytest.mark.parametrize("loop", [*list(WRONG)[::3], *in_tier("all", list(WRONG)[1::3] + list(WRONG)[2::3])])
 def test_a_wrong_loop_is_found(loop: Loop) -> None:
     problems = rehearsed(loop).problems
     assert WRONG[loop] in "\n".join(problems)

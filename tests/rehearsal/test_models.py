@@ -40,7 +40,7 @@ def frozen_blocks() -> Any:
     return model
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("gpu", [None, "h100"])
 def test_frozen_blocks_of_fsdp2(gpu: str | None) -> None:
     found = autopar.rehearse(on_meta(frozen_blocks), {"zero": {"stage": 3}}, 4, sequence=16, gpu=gpu)
@@ -48,7 +48,7 @@ def test_frozen_blocks_of_fsdp2(gpu: str | None) -> None:
     assert [call.kind for part, call in found.traces[0] if part == "step"].count("reduce_scatter") == 3
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 def test_shards_on_the_cpu_send_what_others_do() -> None:
     both = [
         autopar.rehearse(on_meta(llama), {"zero": {"stage": 2, "cpu_offload": offload}}, 4, sequence=16)
@@ -93,7 +93,7 @@ def test_an_optimizer_of_your_own() -> None:
     assert found.held[0].optimizer < found.held[0].weights / 4, "SGD keeps no state, AdamW twice the weights"
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 def test_adapters_of_experts() -> None:
     config = {"tp": 2, "precision": {"dtype": "bf16"}}
     found = autopar.rehearse(add_lora(on_meta(mixtral), 4), config, 4, sequence=16, gpu="h100")

@@ -56,7 +56,7 @@ def test_loops_over_experts_are_counted(model_type: str) -> None:
     assert steps[0] > steps[1]  # each expert's products are launched alone
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("gpu", [None, "h100"])
 def test_a_clipping_of_dtensors_that_one_rank_skips_is_found(gpu: str | None) -> None:
     def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def test_what_the_last_rank_of_an_axis_skips_is_found(axis: str) -> None:
     assert f"over {axis} " in problem and "The first missing collective: all_reduce" in problem
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("alone", [False, True], ids=["all replicas", "all but one"])
 def test_data_parallel_of_torch(alone: bool) -> None:
     def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:

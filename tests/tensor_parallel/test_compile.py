@@ -43,9 +43,8 @@ def graphs() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.tier("test", only=("llama",))
 @pooled(world_size=2)
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.tier("all"))])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_compiled_blocks(kind: str) -> None:
     torch._dynamo.reset()
     counters.clear()

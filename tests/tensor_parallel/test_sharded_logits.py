@@ -148,7 +148,6 @@ def _encoder_decoder(model: Any) -> Any:
     return randomise(model(model.config_class(**sizes)))
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_no_loss_of_transformers_gathers() -> None:
     """Masked, sequence to sequence (with a bias on the logits), soft-capped, scaled."""

@@ -57,7 +57,6 @@ def _holds(build: Any, sizes: dict[str, Any], **more: Any) -> None:
     assert all(compared.values()) and compared.keys() >= COMPARED, f"{build.__name__}, {sizes}: {report}"
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_rows_are_drawn_apart_and_all_else_alike() -> None:
     for method in ("gather", "ulysses"):

@@ -24,7 +24,7 @@ def collects(alarm: Callable[[VerificationReport], None]) -> str:
     return f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("alive", mainly(True, False, later="sweep"))
 def test_a_process_group_that_this_process_had_is_not_ended_by_its_forks(alive: bool, tmp_path: Path) -> None:
     """Its end joins threads that a fork does not have."""

@@ -72,7 +72,7 @@ CAUSAL = {
 }
 
 
-@pytest.mark.tier("test", only=("grouped keys-ulysses", "windows-gather", "sinks and experts-ulysses", "fused-gather"))
+@pytest.mark.tier("test", only=("grouped keys-ulysses", "windows-gather"))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CAUSAL)
 @pooled(world_size=2)

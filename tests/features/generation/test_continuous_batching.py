@@ -209,7 +209,6 @@ def test_requests_are_given_on_all_ranks_or_on_the_first() -> None:
     assert served(model, cancel) == due
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_ranks_leave_together() -> None:
     """The second rank has nothing to do and comes to the end of its block at once."""

@@ -85,7 +85,6 @@ def generated(model: Any, way: dict[str, Any], assistant: Any = None) -> list[in
     return tokens
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_ways_to_generate() -> None:
     whole = grouped()
