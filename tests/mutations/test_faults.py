@@ -19,11 +19,11 @@ def test_there_are_many_and_no_mechanism_is_without() -> None:
 
 
 @pytest.mark.tier("all")
-def test_make_test_catches_nearly_all_of_them_and_the_page_has_the_table() -> None:
+def test_make_test_catches_nine_of_ten_and_the_page_has_their_numbers() -> None:
     faults = read()
     tiers = tiers_of(faults)
     counts = Counter(tiers)
-    assert counts["check"] + counts["test"] >= len(faults) - 5 and not counts["sweep"], counts
+    assert counts["check"] + counts["test"] >= 0.9 * len(faults) and not counts["sweep"], counts
     page = " ".join((ROOT / "tests" / "README.md").read_text().split())
     said = re.search(r"Of the (\d+) faults, `make check` catches (\d+) and `make test` (\d+)", page)
     assert said and [*map(int, said.groups())] == [len(faults), counts["check"], counts["check"] + counts["test"]]
