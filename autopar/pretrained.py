@@ -24,6 +24,7 @@ from autopar.deferred_init.files import differs, explained, point_to
 from autopar.distributed.agree import same_on_every_rank
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
 from autopar.policy.schema import Policy
+from autopar.storage.progress import hidden_bars
 
 _REFUSED = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "write quantization_config=BitsAndBytesConfig(...)"),
@@ -117,7 +118,7 @@ def _load(
         with on_cpu():
             if (folder / MANIFEST).exists():
                 return _from_shards(model_class, folder, config, verify, given, trained), {}
-            with lazy_init():
+            with hidden_bars(only_transformers=True), lazy_init():  # reads headers only
                 model, info = model_class.from_pretrained(path, **given, output_loading_info=True)
     except (AutoparError, Warning):
         raise

@@ -13,12 +13,12 @@ import pytest
 
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "cli": 569,
+    "cli": 564,
     "setup": 425,
-    "checkpoint": 4710,
+    "checkpoint": 4719,
     "config": 594,
     "data_parallel": 2519,
-    "deferred_init": 992,
+    "deferred_init": 996,
     "distributed": 2445,
     "dry_run": 1567,
     "features": 11025,
@@ -28,9 +28,9 @@ LINES = {
     "pipeline_parallel": 3369,
     "plan": 2189,
     "policy": 1425,
-    "storage": 1234,
+    "storage": 1286,
     "tensor_parallel": 2783,
-    "tools": 12656,
+    "tools": 12689,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

@@ -32,13 +32,10 @@ from offline import (
     small_gpt2,
     start,
 )
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
-from transformers import (
-    AutoModelForSequenceClassification,
-    GPT2ForSequenceClassification,
-    get_linear_schedule_with_warmup as linear_schedule_with_warmup,
-)
+from transformers import AutoModelForSequenceClassification, GPT2ForSequenceClassification
 
 import autopar
 
@@ -120,7 +117,8 @@ def make_optimizer(model: Any, steps: int) -> tuple[torch.optim.Optimizer, Any]:
         {"params": [p for n, p in model.named_parameters() if n in no_decay], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=5e-4)
-    return optimizer, linear_schedule_with_warmup(optimizer, max(1, steps // 10), steps)
+    warmup = max(1, steps // 10)
+    return optimizer, LambdaLR(optimizer, lambda step: min(step / warmup, (steps - step) / max(1, steps - warmup)))
 
 
 def epochs(loader: Any, steps: int) -> Iterator[Batch]:

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 4 tutorials/demo.py
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -20,13 +21,18 @@ from offline import HERE, TEXT, Blocks, finish, load_text, load_tokenizer, mesh,
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import autopar
 
 TOLERANCE = 1e-5
 PROMPT = "The state of the Union"
+NEXT = """Next:
+  1. Choose a mesh for your model and GPUs: {autopar} plan llama --gpus 8 --sequence 4096 --global-batch 64
+  2. Compare your model with one process: {autopar} verify llama --tp 2
+  3. Change your training loop: docs/start.md"""
 
 
 def parse() -> argparse.Namespace:
@@ -34,7 +40,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--tensor-parallel-size", type=int, help="default: 2 if the number of processes is even, else 1")
     add("--dataset", help="text file, or name on the hub; default: tutorials/data/state_of_the_union.txt")
-    add("--steps", type=int, default=400)
+    add("--steps", type=int, default=250)
     add("--batch-size", type=int, default=16, help="sequences per step, over all replicas (default 16)")
     add("--learning-rate", type=float, default=3e-3)
     add("--layers", type=int, default=4)
@@ -66,7 +72,12 @@ def evaluate(model: Any, loader: Any, mpu: autopar.MPU) -> float:
 
 
 def train(engine: Any, optimizer: Any, loader: Any, steps: int, mpu: autopar.MPU, rank: int) -> None:
-    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=steps // 20, num_training_steps=steps)
+    warmup = max(1, steps // 20)
+
+    def factor(step: int) -> float:
+        return min(step / warmup, 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+    schedule = LambdaLR(optimizer, factor)
     engine.train()
     began, tokens, epoch, done = time.perf_counter(), 0, 0, 0
     with tqdm(total=steps, desc="training", disable=rank > 0, mininterval=1.0 if sys.stderr.isatty() else 10.0) as bar:
@@ -165,7 +176,7 @@ def main() -> None:
         same = torch.equal(reference.generate(prompt, do_sample=False, **settings), tokens)
         print(f"merged model in transformers: logits differ by at most {difference:.2e} (tolerance {TOLERANCE:.0e})")
         print(f"merged model in transformers: {'the same' if same else 'DIFFERENT'} greedy tokens")
-        print(f"sampled: {tokenizer.decode(sample[0], skip_special_tokens=True)}\n")
+        print("sampled:", *tokenizer.decode(sample[0], skip_special_tokens=True).split(), end="\n\n")
         table = Table(show_header=False)
         table.add_row("validation loss (nats per token)", "")
         table.add_row("  unigrams (no context)", f"{baseline:.3f}")
@@ -179,6 +190,8 @@ def main() -> None:
         table.add_row("  save and merge", f"{saved_until - evaluated:.1f}")
         Console().print(table)
     finish()
+    if rank == 0 and not failed:
+        print(NEXT.format(autopar=f"{os.path.relpath(sys.executable)} -m autopar"))
     if failed:
         raise SystemExit(f"error: the merged model's logits differ by {difference:.2e}, more than {TOLERANCE:.0e}")
 

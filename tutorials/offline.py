@@ -24,7 +24,7 @@ from transformers.utils import logging
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import start_process_group
 
-# peft imports bitsandbytes, which warns on each rank that a CPU kernel is missing.
+# The Trainer imports peft, which imports bitsandbytes, which warns on each rank that a CPU kernel is missing.
 python_logging.getLogger("bitsandbytes").setLevel(python_logging.ERROR)
 
 HERE = Path(__file__).resolve().parent

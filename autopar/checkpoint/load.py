@@ -19,9 +19,11 @@ from autopar.checkpoint.optimizer_state import Targets, TrainingWeights, master_
 from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
+from autopar.compat.tensors import local_part
 from autopar.distributed.agree import all_ranks, barrier
 from autopar.errors import CheckpointError, listed, nearest
 from autopar.storage.json_values import decode
+from autopar.storage.progress import progress_bar
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -140,11 +142,16 @@ class Loader:
             training["lr_scheduler"].load_state_dict(plain["lr_scheduler"]["state"])
         plan, optimizer = self.state.plan, training.get("optimizer")
         masters = {} if optimizer is None else master_weights(optimizer, plan)
-        for name, tensor in (*self.tensors.items(), *masters.items()):
-            self.shards.read_shard(*self.weights.source(name, tensor.dtype), plan.tensors[name].layout, mpu, tensor)
-        self._restore_base()
-        for name, (tensor, layout) in self.targets.items():
-            self.shards.read_shard(name, "optimizer", layout, mpu, tensor)
+        weights = [*self.tensors.items(), *masters.items()]
+        read = [tensor for _, tensor in weights] + [tensor for tensor, _ in self.targets.values()]
+        with progress_bar("loading", sum(local_part(tensor).nbytes for tensor in read)) as bar:
+            for name, tensor in weights:
+                self.shards.read_shard(*self.weights.source(name, tensor.dtype), plan.tensors[name].layout, mpu, tensor)
+                bar.update(local_part(tensor).nbytes)
+            self._restore_base()
+            for name, (tensor, layout) in self.targets.items():
+                self.shards.read_shard(name, "optimizer", layout, mpu, tensor)
+                bar.update(local_part(tensor).nbytes)
         self.finish()
         self.weights.finish()
         if "extra" in training:

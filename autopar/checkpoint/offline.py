@@ -20,13 +20,14 @@ import torch
 
 from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, PartFiles, parse_size, shard_name, versions
 from autopar.checkpoint.shards import ShardReader, write_shard
-from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype, progress_bar
+from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype
 from autopar.distributed.axis import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.storage.files import file_checksum
 from autopar.storage.lazy_tensor import LazyTensor, lazy_shard, open_piece
+from autopar.storage.progress import progress_bar
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
 
 # File names of the weights, as transformers knows them.
@@ -95,7 +96,7 @@ def merge_checkpoint(
             raise CheckpointError(f"{folder} is incomplete: config.json is missing")
         if verify:
             shards.verify_along()
-            shards.verify_share(WEIGHTS)
+            shards.verify_share(WEIGHTS, progress=progress)
         with output_folder("merge", folder, destination, force) as staging:
             files = write_merged(shards, staging.temp, size, format, progress, chosen)
             copy_small_files(folder, staging.temp, chosen if has_config else None)
@@ -280,7 +281,7 @@ def reshard_checkpoint(
             part: {name: nbytes(dtype_of(t.dtype), t.shape) for name, t in parts[part].tensors.items()}
             for part in parts
         }
-        shards.verify_share(parts)
+        shards.verify_share(parts, progress=progress)
         stages = stages_by_size(bytes_of["model"], pp)
         total = sum(sum(sizes.values()) for sizes in bytes_of.values())
         written: dict[str, PartFiles] = {}
@@ -329,7 +330,6 @@ def write_part(
     files: dict[str, FileRecord] = {}
 
     def shard(key: str) -> torch.Tensor:
-        bar.update(nbytes(*specs[key]))
         return lazy_shard(lazy(key), plans[key].layout, t).read().to(specs[key][0])
 
     for t, p in ((t, p) for p in range(mesh[1]) for t in range(mesh[0])):
@@ -339,7 +339,7 @@ def write_part(
             if stages[key] == p and t == (0 if plan.layout is None else plan.layout.holders[t][0])
         }
         if specs or part != "extra":  # most checkpoints have one file of extra
-            record = write_shard(staging.temp, staging.id, part, (t, p, 0), specs, shard)
+            record = write_shard(staging.temp, staging.id, part, (t, p, 0), specs, shard, bar)
             files[shard_name(part, t, p)] = record
     return PartFiles(part, plans, files)
 

@@ -46,6 +46,7 @@ from autopar.layout import Range, replica_rows
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import checksum, file_checksum
 from autopar.storage.json_values import encode
+from autopar.storage.progress import progress_bar
 from autopar.storage.safetensors_io import dtype_name
 
 Made = TypeVar("Made")
@@ -185,6 +186,7 @@ class Writer:
         self.base_name = str(getattr(getattr(hf_model, "config", None), "_name_or_path", ""))
         self.staging: Staging | None = None
         self.staged: tuple[Path, str] | None = None  # the folder to write into, the id of the save
+        self.progress = False if request.async_save else None  # no bar between the lines of a running training
 
     def _left(self, *, finishing: bool = False) -> str:
         """Return the state of the folder after a failed save, for the error."""
@@ -222,17 +224,19 @@ class Writer:
         """Write this rank's files; return its report for the manifest."""
         mpu, written = self.state.mpu, {}
         place = (mpu.shards.rank, mpu.pp.rank, mpu.copies.rank)
-        for part, tensors in local.tensors.items():
-            if not tensors and (mpu.rank != 0 or part in ("base", "extra")):
-                continue
-            if not folder.is_dir():
-                raise CheckpointError(
-                    f"rank {mpu.rank} does not see the folder {folder} that rank 0 made\n"
-                    "  Save to a file system that all nodes share."
-                )
-            specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-            record = write_shard(folder, save_id, part, place, specs, tensors.__getitem__, local.rows[part])
-            written[part] = record.to_json()
+        total = sum(tensor.nbytes for tensors in local.tensors.values() for tensor in tensors.values())
+        with progress_bar("saving", total, self.progress) as bar:
+            for part, tensors in local.tensors.items():
+                if not tensors and (mpu.rank != 0 or part in ("base", "extra")):
+                    continue
+                if not folder.is_dir():
+                    raise CheckpointError(
+                        f"rank {mpu.rank} does not see the folder {folder} that rank 0 made\n"
+                        "  Save to a file system that all nodes share."
+                    )
+                specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+                record = write_shard(folder, save_id, part, place, specs, tensors.__getitem__, bar, local.rows[part])
+                written[part] = record.to_json()
         for part in written:  # after all writes, so that the disk works on the first file during the last write
             name = shard_name(part, *place)
             try:
@@ -257,7 +261,7 @@ class Writer:
         replace(manifest, order=order, base=QuantizedBase(self.base_name, forms, notes)).write(folder)
         if self.request.merge_checkpoints:
             with ShardReader(folder) as shards:
-                write_merged(shards, temp, self.request.max_shard_size, self.request.format, progress=False)
+                write_merged(shards, temp, self.request.max_shard_size, self.request.format, self.progress)
             shutil.rmtree(folder)
         fsync_files(temp)
         self.staging.commit()

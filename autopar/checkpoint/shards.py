@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, PartFiles, shard_name
-from autopar.checkpoint.staging import MANIFEST, progress_bar
+from autopar.checkpoint.staging import MANIFEST
 from autopar.errors import CheckpointError
 from autopar.layout import Layout, Range, replica_rows
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import Closing, RangeFile, file_checksum
 from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, full_box, lazy_shard, narrowed
+from autopar.storage.progress import progress_bar
 from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter, Spec, dtype_name, dtype_of, nbytes
 
 if TYPE_CHECKING:
@@ -111,10 +112,13 @@ class ShardReader(Closing):
         """Raise CheckpointError if the checksum of a tensor in a file differs from the manifest."""
         self._open(part, file).verify(name, part.files[file].checksums[name])
 
-    def verify_share(self, parts: Iterable[str], rank: int = 0, world: int = 1) -> None:
+    def verify_share(self, parts: Iterable[str], rank: int = 0, world: int = 1, progress: bool | None = None) -> None:
         """Verify every ``world``-th tensor, starting at ``rank``, in decreasing order of size."""
-        for _, file, name, part in sorted(self.stored(parts), key=lambda one: (-one[0], *one[1:3]))[rank::world]:
-            self.verify(part, file, name)
+        share = sorted(self.stored(parts), key=lambda one: (-one[0], *one[1:3]))[rank::world]
+        with progress_bar("checking", sum(size for size, *_ in share), progress) as bar:
+            for size, file, name, part in share:
+                self.verify(part, file, name)
+                bar.update(size)
 
     def verify_along(self, names: Iterable[str] | None = None) -> None:
         """Raise CheckpointError if a small file of the save is missing or changed."""
@@ -196,6 +200,7 @@ def write_shard(
     place: tuple[int, int, int],
     specs: Mapping[str, Spec],
     tensor: Callable[[str], torch.Tensor],
+    bar: Any,
     rows: Mapping[str, Range] = MappingProxyType({}),
 ) -> FileRecord:
     """Write the shard file of the rank at ``place``. Raises CheckpointError if the file cannot be written.
@@ -203,6 +208,7 @@ def write_shard(
     Args:
         place: The coordinates ``(tp, pp, dp)`` of the rank.
         tensor: A function that returns a tensor by name, called once per tensor in the order of the file.
+        bar: A progress bar over bytes.
         rows: Name -> rows of the shard, for tensors of which the file holds only some rows.
     """
     path = folder / shard_name(part, *place)
@@ -210,7 +216,8 @@ def write_shard(
     try:
         with SafetensorsWriter(path, specs, metadata) as writer:
             for name in writer.order:
-                writer.write(name, tensor(name))
+                writer.write(name, held := tensor(name))
+                bar.update(held.nbytes)
         return FileRecord(*place, path.stat().st_size, writer.header, writer.checksums, rows)
     except OSError as error:
         raise CheckpointError(f"cannot write {path.name} into {folder}: {error.strerror or error}") from error

@@ -14,14 +14,11 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from autopar.errors import CheckpointError
 from autopar.storage.files import checksum
@@ -175,12 +172,6 @@ def output_folder(verb: str, source: Path, destination: str | os.PathLike[str], 
         raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
         staging.discard()
-
-
-def progress_bar(verb: str, total: int, progress: bool | None) -> Any:
-    """Make a progress bar over ``total`` bytes; ``progress=None`` shows it on a terminal."""
-    show = sys.stderr.isatty() if progress is None else progress
-    return tqdm(total=total, desc=verb, unit="B", unit_scale=True, disable=not show)
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from autopar.checkpoint.format import Manifest, versions
 from autopar.checkpoint.offline import check_sizes, stages_by_size, write_manifest, write_part
-from autopar.checkpoint.staging import output_folder, parse_dtype, progress_bar
+from autopar.checkpoint.staging import output_folder, parse_dtype
 from autopar.compat.tensors import own_buffers, unsaved_buffers
 from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained, sources_of
@@ -27,6 +26,7 @@ from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 from autopar.storage.files import small_file
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
+from autopar.storage.progress import hidden_bars, progress_bar
 from autopar.storage.safetensors_io import dtype_of, nbytes
 from autopar.stored import stored_weights
 
@@ -112,10 +112,8 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         hint = nearest(str(names[0]), dir(transformers)) if names else ""
         raise CheckpointError(f"architectures in {path} must be a model of transformers, got {names}.{hint}")
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # hides the bar of reading headers; split shows one
     try:
-        with lazy_init():
+        with hidden_bars(), lazy_init():  # of reading headers; split shows one
             loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]
                 folder, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
             )
@@ -123,9 +121,6 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         raise
     except Exception as error:  # transformers may raise any error
         raise explained(error, folder, {}) from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     model, info = loaded
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing or unexpected:

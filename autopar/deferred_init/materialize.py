@@ -36,6 +36,7 @@ from autopar.errors import ConfigError, listed
 from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
 from autopar.storage.lazy_tensor import Converted, InMemory, LazyTensor, full_box, lazy_shard, narrowed
+from autopar.storage.progress import progress_bar
 from autopar.stored import stored_weights
 from autopar.swap import replace_storage
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
@@ -156,21 +157,24 @@ class Materializer:
             return shard
 
         sources = [pending.source for pending, _ in every if pending.source is not None]
-        # The kernel copies and allocates memory without Python's lock.
-        with ThreadPoolExecutor(reading_threads(mpu.world_size), "autopar-read") as pool:
-            for (pending, parameter), shard in zip(left, pool.map(lambda pair: shard_of(*pair), left), strict=True):
-                vars(parameter).pop("_is_hf_initialized", None)
-                # precision may keep float32 for drawn values
-                data = shard.to(parameter.dtype).view(local_part(parameter).shape)
-                if isinstance(parameter, DTensor):
-                    mesh, places, shape = parameter.device_mesh, parameter.placements, parameter.shape
-                    stride = parameter.stride()
-                    data = DTensor.from_local(data, mesh, places, run_check=False, shape=shape, stride=stride)
-                replace_storage(parameter, data)
-                pending.shard = pending.source = None
-        for pending, parameter in every:  # one at a time, so that few full weights are in memory
-            if (weight := others.get(pending.name)) is not None:
-                weight.materialize(pending.source, pending.layout, mpu, partial(shard_of, pending, parameter))
+        with progress_bar("loading", sum(local_part(parameter).nbytes for _, parameter in every)) as bar:
+            # The kernel copies and allocates memory without Python's lock.
+            with ThreadPoolExecutor(reading_threads(mpu.world_size), "autopar-read") as pool:
+                for (pending, parameter), shard in zip(left, pool.map(lambda pair: shard_of(*pair), left), strict=True):
+                    vars(parameter).pop("_is_hf_initialized", None)
+                    # precision may keep float32 for drawn values
+                    data = shard.to(parameter.dtype).view(local_part(parameter).shape)
+                    if isinstance(parameter, DTensor):
+                        mesh, places, shape = parameter.device_mesh, parameter.placements, parameter.shape
+                        stride = parameter.stride()
+                        data = DTensor.from_local(data, mesh, places, run_check=False, shape=shape, stride=stride)
+                    replace_storage(parameter, data)
+                    pending.shard = pending.source = None
+                    bar.update(data.nbytes)
+            for pending, parameter in every:  # one at a time, so that few full weights are in memory
+                if (weight := others.get(pending.name)) is not None:
+                    weight.materialize(pending.source, pending.layout, mpu, partial(shard_of, pending, parameter))
+                    bar.update(local_part(parameter).nbytes)
         if self._config.fully_sharded:
             take_new_shards(self._model)
         for module in self._model.modules():

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.errors import ConfigError
 
-PANELS = {"loss": "loss", "tokens_per_second": "tokens per second", "memory_gb": "memory of rank 0, GB"}
+PANELS = {"loss": "loss", "tokens_per_second": "tokens per second", "memory_gb": "memory of rank 0 (GB)"}
+_FEW = 50  # a line of fewer points has markers, so that a single point is visible
 
 
 def read(path: Path) -> dict[str, list[float]]:
@@ -52,15 +54,15 @@ def draw(runs: Sequence[Path], target: Path) -> list[str]:
     from matplotlib import pyplot
 
     found = {path: read(path) for path in runs}
-    shown = [name for name in PANELS if any(name in columns for columns in found.values())]
+    lines = {name: {path: points for path in runs if (points := _points(found[path], name))} for name in PANELS}
+    shown = [name for name in PANELS if lines[name]]
     if not shown:
         got = ", ".join(next(iter(found.values())))
         raise ConfigError(f"no column to draw: expected {', '.join(PANELS)}; got {got}")
     figure, panels = pyplot.subplots(len(shown), 1, figsize=(8, 2.5 * len(shown)), sharex=True, squeeze=False)
     for name, (panel,) in zip(shown, panels, strict=True):
-        for path, columns in found.items():
-            if name in columns:
-                panel.plot(columns.get("step", range(len(columns[name]))), columns[name], label=str(path))
+        for path, points in lines[name].items():
+            panel.plot(*zip(*points, strict=True), label=str(path), marker="." if len(points) < _FEW else "")
         panel.set_ylabel(PANELS[name])
         panel.grid(alpha=0.3)
         if len(runs) > 1:
@@ -70,6 +72,14 @@ def draw(runs: Sequence[Path], target: Path) -> list[str]:
     figure.savefig(target)
     pyplot.close(figure)
     return [PANELS[name] for name in shown]
+
+
+def _points(columns: dict[str, list[float]], name: str) -> list[tuple[float, float]]:
+    """Return the known values of a column, with their steps."""
+    values = columns.get(name, [])
+    return [
+        pair for pair in zip(columns.get("step", range(len(values))), values, strict=False) if not math.isnan(sum(pair))
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,8 +1,11 @@
 """autopar.from_pretrained of a folder of shards: any mesh, each rank reads its share."""
 
+import io
 import json
 import logging
 import os
+import re
+import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -25,6 +29,7 @@ from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.materialize import InitSteps, reading_threads
 from autopar.errors import CheckpointError
 from autopar.storage.files import RangeFile
+from autopar.storage.progress import hidden_bars
 from tests.checkpoint.loading import same, saved, shared, tp
 from tests.pool import pooled
 from tests.random_models import build, cases
@@ -217,3 +222,25 @@ def test_a_checkpoint_is_the_same_by_threads(tmp_path):
             autopar.initialize(model, tp(2))
     finally:
         materialize.reading_threads, RangeFile.read_runs = counted, read
+
+
+@pooled(world_size=2)
+def test_bars_appear_on_rank_0_and_on_a_terminal_only(tmp_path):
+    def shown(on_terminal: bool) -> set[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("autopar.storage.progress._DELAY", 0.0)
+            patch.setattr(sys, "stderr", printed := io.StringIO())
+            patch.setattr(printed, "isatty", lambda: on_terminal)
+            model = autopar.from_pretrained(LlamaForCausalLM, plain, tp(2))
+            model.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
+            model.from_parallelized(folder)
+        return set(re.findall(r"([\w ]+): +\d+%", printed.getvalue()))
+
+    plain, folder = shared(tmp_path / "plain", llama()), str(tmp_path / "shards")
+    autopar.from_pretrained(LlamaForCausalLM, plain, tp(2)).save_parallelized(folder)
+    transformers.logging.enable_progress_bar()
+    assert shown(True) == ({"loading", "checking", "saving", "merging"} if dist.get_rank() == 0 else set())
+    assert transformers.logging.is_progress_bar_enabled()
+    assert shown(False) == set()
+    with hidden_bars():
+        assert shown(True) == set()

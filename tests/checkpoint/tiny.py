@@ -134,7 +134,7 @@ def written(
     ranks: list[tuple[nn.Module, save.Snapshot]], folder: Path, save_id: str = "0123456789abcdef"
 ) -> list[dict[str, Any]]:
     """Write the files of ranks that have these models, in order; returns their reports."""
-    writers: Any = [SimpleNamespace(state=state_of(model)) for model, _ in ranks]
+    writers: Any = [SimpleNamespace(state=state_of(model), progress=False) for model, _ in ranks]
     spans = save.shares([mine.sizes() for _, mine in ranks])
     cut = [mine.cut(span) for (_, mine), span in zip(ranks, spans, strict=True)]
     return [save.Writer.write_shards(writer, mine, folder, save_id) for writer, mine in zip(writers, cut, strict=True)]

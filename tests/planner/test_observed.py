@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,12 +47,19 @@ def test_metrics_count_the_operations_of_the_plain_model() -> None:
 
 @pooled(world_size=2)
 def test_a_run_is_logged_by_one_rank_and_drawn(tmp_path: Path) -> None:
-    model, logged, file = parallel(llama(), 2), [], tmp_path / "run.csv"
-    for step, log in itertools.product(range(3), (file, logged.append)):
-        autopar.metrics(model, {"input_ids": IDS}, 0.5, log=log, step=step, loss=3.0 - step)
+    model, logged, file = parallel(llama(), 2), [], tmp_path / "runs" / "run.csv"
+    board, wandb = Mock(spec=["add_scalar"]), Mock(spec=["log", "step"])
+    for step, log in itertools.product(range(3), (file, logged.append, board, wandb)):
+        loss = None if step == 1 else 3.0 - step
+        autopar.metrics(model, {"input_ids": IDS}, 0.5, log=log, step=step, loss=loss)
     dist.barrier()
-    assert [row["loss"] for row in logged] == ([3.0, 2.0, 1.0] if model.mpu.rank == 0 else [])
+    first = model.mpu.rank == 0
+    assert [row.get("loss") for row in logged] == ([3.0, None, 1.0] if first else [])
+    losses = [call.args for call in board.add_scalar.call_args_list if call.args[0] == "loss"]
+    assert losses == ([("loss", 3.0, 0), ("loss", 1.0, 2)] if first else [])
+    assert [call.args[0] for call in wandb.log.call_args_list] == logged
     assert plot.read(file)["step"] == [0, 1, 2] and plot.read(file)["tokens_per_second"] == [64] * 3
+    assert plot._points(plot.read(file), "loss") == [(0, 3), (2, 1)]
     picture = tmp_path / f"run{model.mpu.rank}.svg"
     plot.main([str(file), "-o", str(picture)])
     assert "<svg" in picture.read_text()
@@ -60,6 +68,8 @@ def test_a_run_is_logged_by_one_rank_and_drawn(tmp_path: Path) -> None:
     if model.mpu.rank == 0:
         with pytest.raises(ConfigError, match=r"has the columns \['step', 'loss'.*Use another file"):
             autopar.metrics(model, {"input_ids": IDS}, 1.0, log=file)
+        with pytest.raises(ConfigError, match=r"log must be a CSV file, .* or a function; got int"):
+            autopar.metrics(model, {"input_ids": IDS}, 1.0, log=3)
     model.mpu.destroy()
 
 

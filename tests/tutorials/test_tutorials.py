@@ -34,18 +34,14 @@ ENVIRONMENT = {
 }
 
 
-def by_python(arguments: list[str], folder: Path) -> str:
-    """Run a command of this Python in a folder, and return what it prints."""
+def by_python(arguments: list[str], folder: Path, **more: str) -> str:
+    """Run a command of this Python in a folder, and return what it prints; with more variables stderr, too."""
+    command, env = [sys.executable, *arguments], {**os.environ, **ENVIRONMENT, **more}
+    errors = subprocess.STDOUT if more else subprocess.PIPE
     done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **ENVIRONMENT},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+        command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=600, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + (done.stderr or "")
     return done.stdout
 
 
@@ -123,6 +119,18 @@ def test_what_else_they_print(runs: Runs) -> None:
     assert "the mistake is in transformer.h.0.attn: policy text:9:" in printed["13_verify"]
     assert "slope: {sharded: heads}" in printed["12_unknown_model"]
     assert "policy check: passed; dry run: ok\n" in printed["12_unknown_model"]
+
+
+def test_the_demo_prints_its_own_lines_only(tmp_path: Path) -> None:
+    (tmp_path / "bitsandbytes.py").write_text("print('bitsandbytes is imported')\n")
+    script = [str(TUTORIALS / "demo.py"), *SMALL, "--steps", "4", "--layers", "1", "--hidden", "32"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script, "--output", "out"]
+    lines = re.findall(r"[^\r\n]+", by_python(command, tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
+    own = r"2 process|[\d,]+ tokens|tp 2 x dp 1 on|autopar: |training: |merged |sampled: |[┌│└]|Next:$|  [123]\. "
+    assert [line for line in lines if not re.match(own, line)] == []
+    assert [line[:4] for line in lines[-4:]] == ["Next", "  1.", "  2.", "  3."]
+    assert "-m autopar plan llama" in lines[-3] and "-m autopar verify llama" in lines[-2]
+    assert (ROOT / lines[-1].split()[-1]).is_file()
 
 
 def test_planning_and_rehearsing(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ def test_a_module_and_batches_of_a_script(tmp_path: Path, monkeypatch: pytest.Mo
     Path("policy.yaml").write_text(_POLICY)
     command = ["verify", "my_model.py:Plain", "--tp", "2", "--policy", "policy.yaml", "--json"]
     result = CliRunner().invoke(app, command)
-    assert "verify cannot make inputs for Plain.\n  Pass batches=" in result.stdout
+    said = json.loads(result.stdout)["error"]["message"]
+    assert "verify cannot make inputs for Plain.\n  Pass batches=" in said
     result = CliRunner().invoke(app, [*command, "--batches", "my_model.py:batches"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)

@@ -89,7 +89,7 @@ def plan(
         estimator = Estimator(PlannedModel(built, policy, dry_run=False, **options), machine)
         sizes = (gpus, machine.gpus, global_batch, zero, checkpointing)
         space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, ep=ep)
-        found = search(estimator, space)
+        found = search(estimator, space, progress=False if as_json else None)
         rehearsed(estimator, found)
         _write(estimator, space, found, output)  # first, because a pipe may close during printing
         _show(estimator, space, found, as_json)

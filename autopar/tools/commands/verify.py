@@ -67,16 +67,18 @@ def verify(
             from autopar.errors import ConfigError
 
             raise ConfigError("one process is the reference model: add --tp 2, --pp 2, --dp 2 or --cp 2")
+        from autopar.storage.progress import hidden_bars
         from autopar.tools.commands.models import named_object
         from autopar.tools.verification.verify import checks_of, verify as compare
 
         listed = None if checks is None else [name.strip() for name in checks.split(",") if name.strip()]
         checks_of(listed)  # before a model is built
-        built = _model(model, task, small, dtype, quantization, lora, trust)
-        given = None if batches is None else named_object(batches)
-        given = given() if callable(given) else given
-        report = compare(built, sections, batches=given, policy=policy, checks=listed, data_parallel_size=dp,
-                         sequence=sequence, device=device)  # fmt: skip
+        with hidden_bars(only_transformers=not as_json):
+            built = _model(model, task, small, dtype, quantization, lora, trust)
+            given = None if batches is None else named_object(batches)
+            given = given() if callable(given) else given
+            report = compare(built, sections, batches=given, policy=policy, checks=listed, data_parallel_size=dp,
+                             sequence=sequence, device=device)  # fmt: skip
     if as_json:
         print_json(report.to_dict())
     else:
@@ -100,7 +102,6 @@ def _model(
         raise ConfigError(f"--dtype {dtype} must be one of {', '.join(_DTYPES)}.{nearest(dtype, _DTYPES)}")
     kind = None if quantization is None else kind_of(quantization)
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     head, form = of_task(source, task, trust=trust), getattr(torch, dtype)
     own: Any = head.kind
     folder = Path(head.folder)  # for a hub model, only loading shows if there are weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
@@ -87,8 +87,8 @@ def metrics(
     seconds: float,
     *,
     gpu: str | None = None,
-    log: str | Path | Callable[[dict[str, float | None]], object] | None = None,
-    **values: float,
+    log: Any = None,
+    **values: float | None,
 ) -> dict[str, float | None]:
     """Return the speed of a training step: ``tokens_per_second``, ``flops``, ``flops_per_second`` and ``mfu``.
 
@@ -101,9 +101,9 @@ def metrics(
             equally large.
         seconds: The seconds of the step.
         gpu: ``a100``, ``h100`` ...; by default this process's GPU. If it is unknown, ``mfu`` is None.
-        log: CSV file to append a row to, or a function that takes the figures (``wandb.log``); used on rank 0 only.
-            ``python -m autopar.tools.plot`` draws such a file.
-        **values: Further figures of the step for the log, such as ``step=10, loss=2.3``.
+        log: CSV file to append a row to, TensorBoard ``SummaryWriter``, W&B run, or function that takes a dict; used
+            on rank 0 only. ``python -m autopar.tools.plot`` draws the file. The others get no figures that are None.
+        **values: Further figures of the step for the log, such as ``step=10, loss=2.3``; None if unknown.
 
     Returns:
         Numbers of all ranks together, ``tokens_per_second_per_gpu``, ``memory_gb`` (the peak of this rank: of its GPU,
@@ -111,7 +111,8 @@ def metrics(
 
     Raises:
         ConfigError: If the model is not parallelized or not a Hugging Face model, the batch has no ``input_ids``,
-            ``seconds`` is not above 0, the GPU is unknown, or ``log`` (on rank 0 only) has other columns.
+            ``seconds`` is not above 0, the GPU is unknown, or ``log`` (on rank 0 only) has other columns or an unknown
+            type.
     """
     state = vars(model).get("_autopar")
     if state is None:
@@ -150,14 +151,31 @@ def metrics(
     }
     if twice := figures.keys() & values.keys():
         raise ConfigError(f"metrics: {min(twice)}= is one of the figures of autopar; use another name")
-    figures = {**{name: float(value) for name, value in values.items()}, **figures}
+    given = {name: value if isinstance(value, int | None) else float(value) for name, value in values.items()}
+    figures = {**given, **figures}
     if log is not None and state.mpu.rank == 0:
-        _append(Path(log), figures) if isinstance(log, str | Path) else log(figures)
+        _append(Path(log), figures) if isinstance(log, str | Path) else _log(log, figures)
     return figures
+
+
+def _log(log: Any, figures: Mapping[str, float | None]) -> None:
+    """Pass the known figures to TensorBoard, W&B or a function. Raises ConfigError for another object."""
+    known = {name: value for name, value in figures.items() if value is not None}
+    if callable(scalar := getattr(log, "add_scalar", None)):
+        for name, value in known.items():
+            if name != "step":
+                scalar(name, value, known.get("step"))
+    elif callable(send := getattr(log, "log", log)):
+        send(known)
+    else:
+        raise ConfigError(
+            f"metrics: log must be a CSV file, a SummaryWriter, a W&B run or a function; got {type(log).__name__}"
+        )
 
 
 def _append(path: Path, figures: Mapping[str, float | None]) -> None:
     """Append a row to a CSV file. Raises ConfigError if the file has other columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", newline="") as file:
         file.seek(0)
         columns = next(csv.reader(file), None)

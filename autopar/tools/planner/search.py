@@ -11,6 +11,7 @@ from typing import Any
 from autopar.config.sections import SAVED, SPLIT_BACKWARD
 from autopar.dry_run.plan_model import uncollected
 from autopar.errors import AutoparError, ConfigError, first_line, listed
+from autopar.storage.progress import progress_bar
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, mesh_words
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.network import DATA
@@ -123,7 +124,7 @@ class Found:
 
 
 @uncollected()
-def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
+def search(estimator: Estimator, space: Space, count: int = 5, progress: bool | None = None) -> Found:
     """Search a space for the ``count`` fastest candidates that fit the GPU. Raises ConfigError if no mesh fits."""
     if space.ep is None:
         try:
@@ -132,8 +133,11 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
             space = replace(space, ep=1)
     found = Found()
     fitting: list[tuple[float, int, Candidate]] = []
-    for mesh in space.meshes(estimator.model.sequence):
-        _try_mesh(estimator, space, mesh, found, fitting)
+    meshes = list(space.meshes(estimator.model.sequence))
+    with progress_bar("planning", len(meshes), progress, unit=" meshes") as bar:
+        for mesh in meshes:
+            _try_mesh(estimator, space, mesh, found, fitting)
+            bar.update()
     if not fitting and not found.too_large and found.refused:
         raise ConfigError(f"no mesh of {space.gpus} GPUs fits: {found.refused[0][1]}")
     across = [tp for tp in _divisors(space.gpus) if tp <= space.gpus_per_node and space.crosses(tp)]

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,6 +31,7 @@ from autopar.data_parallel.gradients import average_gradients
 from autopar.distributed.digest import of_tensor
 from autopar.errors import type_and_text
 from autopar.plan.tensors import followed_form
+from autopar.storage.progress import hidden_bars
 from autopar.stored import stored_weights
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.outputs import (
@@ -342,14 +342,11 @@ def _save_plain(session: Session, folder: Path) -> None:
 @contextmanager
 def _folder() -> Iterator[Path]:
     """Yield a temporary folder that all ranks share, and disable progress bars inside the block."""
-    shown = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
     place = of_first(tempfile.mkdtemp(prefix="autopar-verify-") if dist.get_rank() == 0 else "")
     try:
-        yield Path(place)
+        with hidden_bars():
+            yield Path(place)
     finally:
-        if shown:
-            transformers.logging.enable_progress_bar()
         if dist.get_rank() == 0:
             shutil.rmtree(place, ignore_errors=True)
 

@@ -36,6 +36,7 @@ from autopar.distributed.process import start_process_group
 from autopar.distributed.rng import kept
 from autopar.errors import AutoparError, ConfigError, VerificationError, in_one_line, nearest
 from autopar.policy.schema import Policy
+from autopar.storage.progress import hidden_bars, progress_bar
 from autopar.stored import form_kept, stored_weights
 from autopar.tools.verification.batches import Batch, make_batches
 from autopar.tools.verification.checks import backward, dropout, forward, generate, reshard, save, step, weights
@@ -194,7 +195,8 @@ def verify_on_ranks(
             if alarm is not None:
                 alarm(replace(empty, rows=tuple(rows), culprit=culprit, seconds=time.monotonic() - start))
 
-        rows, culprit = _run(session, checks, tell)
+        with progress_bar("verifying", len(checks), unit=" checks") as bar:
+            rows, culprit = _run(session, checks, tell, bar)
         return replace(
             empty,
             rows=tuple(rows),
@@ -243,7 +245,7 @@ def _mesh(config: ParallelConfig, world: int) -> dict[str, int]:
 _Tell = Callable[[Sequence[Row], Culprit | None], None]
 
 
-def _run(session: Session, checks: Sequence[str], tell: _Tell) -> tuple[list[Row], Culprit | None]:
+def _run(session: Session, checks: Sequence[str], tell: _Tell, bar: Any) -> tuple[list[Row], Culprit | None]:
     rows: list[Row] = []
     culprit: Culprit | None = None
     failed: dict[str, str] = {}
@@ -254,6 +256,7 @@ def _run(session: Session, checks: Sequence[str], tell: _Tell) -> tuple[list[Row
             failed[check] = reason
             continue
         found, error = _tried(session, check, lambda own, who: tell([*rows, *own], culprit or who))  # noqa: B023
+        bar.update()
         rows += found
         wrong = [row for row in found if row.holds is False]
         if all(row.holds is None for row in found):
@@ -389,7 +392,6 @@ def _main(work: Work, rank: int, world: int, folder: str, device: str, pipe: Any
     """Run one rank. Exit without destructors, because a peer may have failed."""
     torch.set_num_threads(1)  # the parent's threads do not exist in a fork
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     code = 1
     try:
         backend = "gloo"
@@ -398,7 +400,8 @@ def _main(work: Work, rank: int, world: int, folder: str, device: str, pipe: Any
             backend = "cpu:gloo,cuda:nccl"
         place = f"file://{folder}/rendezvous"
         dist.init_process_group(backend, init_method=place, rank=rank, world_size=world, timeout=_PATIENCE)
-        pipe.send(("report", work(alarm=lambda report: pipe.send(("alarm", report)))))
+        with hidden_bars(only_transformers=True):
+            pipe.send(("report", work(alarm=lambda report: pipe.send(("alarm", report)))))
         code = 0
     except AutoparError as error:
         pipe.send((type(error).__name__, str(error)))
