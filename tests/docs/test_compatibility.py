@@ -16,8 +16,7 @@ def test_runs_cover_the_ranges() -> None:
     wider = {"torch": SpecifierSet(">=2.12,<2.15"), "trl": SpecifierSet(">=1.16,<1.18")}
     found = versions.uncovered(ranges | wider, RECORDED)
     assert [line.split()[1:3] for line in found] == [["oldest:", "torch"], ["newest:", "trl"]]
-    of_all = dict.fromkeys(versions.LIBRARIES, wider["trl"])
-    low, admits = (versions.requirements(of_all, end) for end in versions.ENDS)
+    low, admits = (versions.requirements(ranges | dict.fromkeys(ranges, wider["trl"]), end) for end in versions.ENDS)
     assert low[-1] == "trl==1.16" and admits[-1] == f"trl{wider['trl']}"
 
 
