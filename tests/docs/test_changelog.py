@@ -1,5 +1,6 @@
 """The versions that the changelog names are those of the package, of its files and of the tests."""
 
+import json
 import re
 import tomllib
 
@@ -8,7 +9,7 @@ from packaging.requirements import Requirement
 import autopar
 from autopar.checkpoint.format import FORMAT_VERSION
 from tests.docs.pages import DOCS, ROOT
-from tests.test_version_ends import OLDEST
+from tests.versions import LIBRARIES, RECORDED
 
 TEXT = (DOCS / "changelog.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -32,8 +33,7 @@ def test_what_it_works_with_is_what_the_package_asks_for() -> None:
     needs = {one.name: one.specifier for one in map(Requirement, wanted)}
     pythons = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text]
     assert row("Python")[0] == f"{pythons[0]} to {pythons[-1]}" and PROJECT["requires-python"] == f">={pythons[0]}"
-    rows = {"torch": "torch", "transformers": "transformers", "accelerate": "accelerate", "TRL": "trl", "PEFT": "peft"}
-    for name, package in rows.items():
+    for package, name in LIBRARIES.items():
         ends = {one.operator: one.version for one in needs[package]}
         first, (major, minor) = ends[">="], ends["<"].split(".")
         last = f"{major}.{int(minor) - 1}"
@@ -46,7 +46,8 @@ def test_what_it_works_with_is_what_the_package_asks_for() -> None:
 
 def test_what_the_tests_run_with_is_what_is_pinned() -> None:
     assert row("torch")[1].split("; ")[0] == PINNED["torch"]
-    assert row("transformers")[1] == f"{PINNED['transformers']}; {OLDEST}"
+    oldest = json.loads(RECORDED.read_text())["oldest"]["versions"]
+    assert row("transformers")[1] == f"{PINNED['transformers']}; {oldest['transformers']}"
     assert row("accelerate")[1] == PINNED["accelerate"] and row("PEFT")[1] == PINNED["peft"]
     (deepspeed,) = re.findall(r"deepspeed==([\d.]+)", (ROOT / "Makefile").read_text())
     assert row("DeepSpeed") == [deepspeed, f"{deepspeed}, on CPUs"]

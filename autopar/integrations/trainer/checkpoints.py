@@ -29,6 +29,12 @@ class CheckpointMixin(ParallelBase):
 
     _restored: Any = None  # random states of the checkpoint from which training resumes
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model on all ranks. Trainers of transformers 5.20 call ``_save`` on the main process only."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the files of ``save_pretrained`` (for a ``PeftModel`` its adapters), processing class and arguments."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
