@@ -3,15 +3,17 @@
 import re
 import tomllib
 
+import yaml
 from packaging.requirements import Requirement
 
 import autopar
-from autopar.checkpoint.format import FORMAT_VERSION
+from autopar.checkpoint.format import FORMAT_VERSION, versions
 from tests.docs.pages import DOCS, ROOT
 from tests.test_version_ends import OLDEST
 
 TEXT = (DOCS / "changelog.md").read_text()
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
 
 
@@ -21,8 +23,11 @@ def row(name: str) -> list[str]:
     return [cell.strip() for cell in line.split(" | ")[1:]]
 
 
-def test_the_version_is_that_of_the_package() -> None:
-    assert PROJECT["version"] == autopar.__version__
+def test_the_version_is_in_one_place_and_the_other_places_repeat_it() -> None:
+    assert PROJECT["dynamic"] == ["version"]
+    assert SETTINGS["tool"]["hatch"]["version"] == {"path": "autopar/__init__.py"}
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(cited["version"]) == versions()["autopar"] == autopar.__version__
     assert set(re.findall(r"\b0\.1\.\d+\b", TEXT)) == {autopar.__version__}
 
 
