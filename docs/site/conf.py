@@ -73,7 +73,7 @@ html_css_files = ["site.css"]
 html_additional_pages = {"index": "to_readme.html"}
 templates_path = ["templates"]
 
-REFERENCE = ("autopar", "model", "integrations", "checkpoint", "tensor_parallel", "megatron")
+REFERENCE = ("autopar", "model", "integrations", "checkpoint", "tensor_parallel", "megatron", "public")
 CONTENTS = {
     "Start": ["docs/start", "tutorials/README", "docs/coming-from"],
     "Guides": [
