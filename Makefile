@@ -208,7 +208,7 @@ mutations: $(VENV) ## plant each fault of tests/mutations and see the test that 
 lint: $(VENV) ## check style, spelling, words, docstrings, layers and types
 	.venv/bin/ruff check --force-exclude .
 	.venv/bin/ruff format --check --force-exclude .
-	.venv/bin/codespell autopar docs README.md tests tutorials policies
+	.venv/bin/codespell autopar docs README.md CHANGELOG.md tests tutorials policies
 	.venv/bin/yamllint --strict policies .github
 	.ci/docstrings
 	.venv/bin/python -m pytest -q -p no:cacheprovider tests/docs/test_prose.py

@@ -104,7 +104,7 @@ CONTENTS = {
         "policies/README",
         *(f"docs/reference/{name}" for name in REFERENCE),
     ],
-    "Project": ["docs/changelog", "docs/contributing", "tests/README", "benchmarks/README"],
+    "Project": ["CHANGELOG", "docs/contributing", "tests/README", "benchmarks/README"],
 }
 
 

@@ -8,10 +8,10 @@ from packaging.requirements import Requirement
 
 import autopar
 from autopar.checkpoint.format import FORMAT_VERSION, versions
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import CHANGELOG, ROOT
 from tests.test_version_ends import OLDEST
 
-TEXT = (DOCS / "changelog.md").read_text()
+TEXT = CHANGELOG.read_text()
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = SETTINGS["project"]
 PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
@@ -28,7 +28,9 @@ def test_the_version_is_in_one_place_and_the_other_places_repeat_it() -> None:
     assert SETTINGS["tool"]["hatch"]["version"] == {"path": "autopar/__init__.py"}
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(cited["version"]) == versions()["autopar"] == autopar.__version__
-    assert set(re.findall(r"\b0\.1\.\d+\b", TEXT)) == {autopar.__version__}
+    ((version, date), *_) = re.findall(r"^## ([\d.]+) \(([\d-]+)\)$", TEXT, re.MULTILINE)
+    assert (version, date) == (autopar.__version__, str(cited["date-released"]))
+    assert f"version = {{{version}}}" in TEXT and f"year    = {{{date[:4]}}}" in TEXT
 
 
 def test_what_it_works_with_is_what_the_package_asks_for() -> None:
