@@ -59,9 +59,9 @@ DOCS_PACKAGES := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 accessible-py
   sphinxcontrib-applehelp==2.0.0 sphinxcontrib-devhelp==2.0.0 sphinxcontrib-htmlhelp==2.1.0 \
   sphinxcontrib-jsmath==2.0.0 sphinxcontrib-qthelp==2.0.0 sphinxcontrib-serializinghtml==2.0.0 urllib3==2.8.0
 
-# The build backend: the tests make a wheel and an sdist with it, without a network.
-BUILD_PACKAGES := hatchling==1.33.0 packaging==26.4 pathspec==1.1.1 pluggy==1.7.0 tomlkit==0.15.2 \
-  trove-classifiers==2026.9.21.13
+# build and the build backend: the tests make a wheel and an sdist with them, without a network.
+BUILD_PACKAGES := build==1.6.1 pyproject-hooks==1.3.3 hatchling==1.33.0 packaging==26.4 pathspec==1.1.1 \
+  pluggy==1.7.0 tomlkit==0.15.2 trove-classifiers==2026.9.21.13
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes, and each would compile autopar and the tests again.
@@ -204,7 +204,7 @@ mutations: $(VENV) ## plant each fault of tests/mutations and see the test that 
 lint: $(VENV) ## check style, spelling, words, docstrings, layers and types
 	.venv/bin/ruff check --force-exclude .
 	.venv/bin/ruff format --check --force-exclude .
-	.venv/bin/codespell autopar docs README.md tests tutorials policies
+	.venv/bin/codespell autopar docs README.md CHANGELOG.md tests tutorials policies
 	.venv/bin/yamllint --strict policies .github
 	.ci/docstrings
 	.venv/bin/python -m pytest -q -p no:cacheprovider tests/docs/test_prose.py

@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 _HOMES = {
     name: f"autopar.{home}"
     for home, names in {
-        "api": "deparallelize initialize",
+        "api": "ParallelModel deparallelize initialize",
         "checkpoint": "checkpoint",
         "checkpoint.hf_weights": "hf_weights",
         "checkpoint.rotation": "latest",

@@ -1,7 +1,7 @@
 """The types of the public names, which ``__init__.py`` loads when they are first used."""
 
 from autopar import checkpoint as checkpoint, tensor_parallel as tensor_parallel
-from autopar.api import deparallelize as deparallelize, initialize as initialize
+from autopar.api import ParallelModel as ParallelModel, deparallelize as deparallelize, initialize as initialize
 from autopar.checkpoint.hf_weights import hf_weights as hf_weights
 from autopar.checkpoint.rotation import latest as latest
 from autopar.compat.patches import patches as patches

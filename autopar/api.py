@@ -4,47 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
 
 from autopar import registry
+from autopar.checkpoint import methods
 from autopar.config import ParallelConfig
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, not_parallelized
+from autopar.pipeline_parallel import pipeline
 from autopar.policy.schema import Policy
 from autopar.setup import steps
 from autopar.setup.call import Call, check_call, make_plans
 from autopar.setup.steps import Parallelized
 
-__all__ = ["Parallelized", "deparallelize", "initialize"]
+__all__ = ["ParallelModel", "Parallelized", "deparallelize", "initialize"]
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
+class ParallelModel(nn.Module):
+    """The type of a parallelized model for type checkers: ``mpu``, the methods, and the other attributes as ``Any``.
+
+    The model keeps its class, so it is not an instance of this class. Assign it to a new variable, because type
+    checkers keep the class of the variable that was passed to :func:`autopar.initialize`.
+    """
+
+    mpu: MPU
+    save_parallelized = methods.save_parallelized
+    from_parallelized = methods.from_parallelized
+    wait_for_save = methods.wait_for_save
+    execute_pipeline = pipeline.execute_pipeline
+    no_sync = pipeline.no_sync
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
 @overload
 def initialize(
-    model: Model,
+    model: nn.Module,
     config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
     *,
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
     optimizer: None = None,
     lr_scheduler: None = None,
-) -> Model: ...
+) -> ParallelModel: ...
 
 
 @overload
 def initialize(
-    model: Model,
+    model: nn.Module,
     config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
     *,
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
     optimizer: Optimizer,
     lr_scheduler: Any = None,
-) -> tuple[Model, Optimizer]: ...
+) -> tuple[ParallelModel, Optimizer]: ...
 
 
 def initialize(

@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -119,9 +118,6 @@ def test_layouts_in_words():
 def test_version_and_completion():
     assert run("--version").stdout == f"autopar {autopar.__version__}\n"
     assert "--show-completion" in run("--help").stdout
-    command = [sys.executable, "-m", "autopar", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, f"autopar {autopar.__version__}\n"), done.stderr
     shell = CliRunner().invoke(app, prog_name="autopar", env={"_AUTOPAR_COMPLETE": "source_bash"})
     assert "complete" in shell.stdout and "_AUTOPAR_COMPLETE" in shell.stdout
 
@@ -141,11 +137,6 @@ def test_errors_as_json(tmp_path, monkeypatch, arguments):
     assert result.exit_code == 1 and result.stderr == ""
     error = json.loads(result.stdout)["error"]
     assert error["type"].endswith("Error") and "nowhere" in error["message"]
-
-
-def test_the_package_says_that_it_is_typed():
-    assert (Path(autopar.__file__).parent / "py.typed").exists()
-    assert "Typing :: Typed" in (Path(__file__).parents[1] / "pyproject.toml").read_text()
 
 
 def _commands() -> dict[str, click.Command]:

@@ -28,6 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autopar import __version__
 from autopar.checkpoint.staging import MANIFEST, REMOVED, leftovers
 from autopar.distributed.axis import MeshSizes
 from autopar.errors import CheckpointError, nearest
@@ -37,7 +38,7 @@ from autopar.storage.files import NAME, checksum, small_file
 from autopar.storage.safetensors_io import dtype_of
 
 FORMAT_VERSION = 9
-WEIGHTS = ("model", "base")
+WEIGHTS: tuple[str, ...] = ("model", "base")
 PARTS = (*WEIGHTS, "optimizer", "extra")
 _END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
 _HEX = re.compile(r"[0-9a-f]{16}")
@@ -71,8 +72,8 @@ def parse_size(size: int | str) -> int:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, autopar, torch and transformers."""
-    found = {"python": platform.python_version()}
-    for name in ("autopar", "torch", "transformers"):
+    found = {"python": platform.python_version(), "autopar": __version__}
+    for name in ("torch", "transformers"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

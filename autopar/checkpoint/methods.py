@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from autopar.errors import CheckpointError, ConfigError
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
 
+Model = TypeVar("Model", bound=nn.Module)
 _OWNER = "checkpoints"
 
 
@@ -115,7 +116,7 @@ def wait_for_save(self: nn.Module) -> None:
 
 
 def from_parallelized(
-    self: nn.Module,
+    self: Model,
     directory: str | os.PathLike[str] | None = None,
     timeout: float = 20.0,
     *,
@@ -124,7 +125,7 @@ def from_parallelized(
     extra: MutableMapping[str, Any] | None = None,
     verify: bool = True,
     **others: Any,
-) -> nn.Module:
+) -> Model:
     """Load a checkpoint of ``save_parallelized`` in place, and return the model. Every rank calls it.
 
     Each rank reads only its ranges from the shard files. Parameters keep their identity, device and dtype. The mesh,
@@ -216,8 +217,7 @@ def refused(name: str, text: str) -> Callable[..., Any]:
     called = {"should_save_on_this_rank": "save_pretrained"}.get(name, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        shard = shard_of(self)
-        if shard is not None:
+        if (shard := shard_of(self)) is not None:
             said = text.format(model=type(self).__name__, ranks=describe_ranks(shard.ranks(self)))
             raise ConfigError(f"{called}: {said}")
         return getattr(type(self), name)(self, *args, **kwargs)
@@ -249,8 +249,7 @@ def counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
     for name, parameter in found.items():
         due = shard.planned(name) or shard.plan.tensors.get(shard.prefix + name)
         if parameter.requires_grad or not only_trainable:
-            shape = parameter.shape if due is None else due.shape
-            counts.setdefault(id(parameter), math.prod(shape))
+            counts.setdefault(id(parameter), math.prod(parameter.shape if due is None else due.shape))
     return sum(counts.values())
 
 

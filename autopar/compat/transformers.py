@@ -126,9 +126,8 @@ def holds_states(value: Any) -> bool:
     """Return whether a layer of a cache, or a value in it, holds states; counters are ignored."""
     if isinstance(value, torch.Tensor):
         return value.ndim > 2 and value.numel() > 0
-    if isinstance(value, Mapping):
-        return any(map(holds_states, value.values()))
-    return isinstance(value, list | tuple) and any(map(holds_states, value))
+    inner = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, Mapping | list | tuple) and any(map(holds_states, inner))
 
 
 @functools.cache
@@ -152,10 +151,11 @@ def kept_manager(model: Any) -> Any:
 
 def free_part() -> float:
     """Return the available fraction of the host memory outside this process; transformers treats all of it as free."""
-    import psutil  # type: ignore[import-untyped]
+    with contextlib.suppress(ImportError):  # a plain installation lacks psutil, and transformers asks for it
+        import psutil  # type: ignore[import-untyped]
 
-    memory = psutil.virtual_memory()
-    return min(1.0, memory.available / (memory.total - psutil.Process().memory_info().rss))
+        return min(1.0, (ram := psutil.virtual_memory()).available / (ram.total - psutil.Process().memory_info().rss))
+    return 1.0
 
 
 def recomputed_layers(model: nn.Module, every: int = 1) -> list[nn.Module]:

@@ -176,7 +176,7 @@ class MPU(NotCopied):
         made: dict[tuple[int, ...], Any] = {}
         number_groups_alike(dist.group.WORLD)
         groups = rank_groups(self.sizes, ep, zero_shard_size)
-        axes = {name: self._make_axis(name, groups[name], made) for name in groups}
+        axes: dict[str, Axis] = {name: self._make_axis(name, groups[name], made) for name in groups}
         for axis in filter(None, axes.values()):  # stages in the middle have no embedding axis
             axis.reduce_dtype = torch.float32 if reduce_dtype == "fp32" else None
         self.tp, self.cp, self.dp, self.pp = (axes[name] for name in ("tp", "cp", "dp", "pp"))
@@ -269,7 +269,7 @@ class MPU(NotCopied):
             return self.dp_cp_mesh
         if "fsdp" not in self._lines:
             ranks = torch.tensor(self.dp_cp.ranks, dtype=torch.int).view(-1, self.fsdp.size)
-            groups = [axis.group for axis in (self._hsdp, self.fsdp)]
+            groups = [axis.group for axis in (self._hsdp, self.fsdp) if axis.group is not None]
             names = ("copies", "shards")
             self._lines["fsdp"] = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
         return self._lines["fsdp"]

@@ -73,7 +73,7 @@ html_css_files = ["site.css"]
 html_additional_pages = {"index": "to_readme.html"}
 templates_path = ["templates"]
 
-REFERENCE = ("autopar", "model", "integrations", "checkpoint", "tensor_parallel", "megatron")
+REFERENCE = ("autopar", "model", "integrations", "checkpoint", "tensor_parallel", "megatron", "public")
 CONTENTS = {
     "Start": ["docs/start", "tutorials/README", "docs/coming-from"],
     "Guides": [
@@ -105,7 +105,7 @@ CONTENTS = {
         "policies/README",
         *(f"docs/reference/{name}" for name in REFERENCE),
     ],
-    "Project": ["docs/changelog", "docs/contributing", "tests/README", "benchmarks/README"],
+    "Project": ["CHANGELOG", "docs/contributing", "tests/README", "benchmarks/README"],
 }
 
 

@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 POLICIES = ROOT / "policies" / "README.md"
-PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("reference/*.md")), POLICIES]
+CHANGELOG = ROOT / "CHANGELOG.md"
+PAGES = [README, CHANGELOG, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("reference/*.md")), POLICIES]
 PAGES += [ROOT / "tutorials" / "README.md", ROOT / "benchmarks" / "README.md"]
 
 

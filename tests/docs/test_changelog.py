@@ -4,15 +4,17 @@ import json
 import re
 import tomllib
 
+import yaml
 from packaging.requirements import Requirement
 
 import autopar
-from autopar.checkpoint.format import FORMAT_VERSION
-from tests.docs.pages import DOCS, ROOT
+from autopar.checkpoint.format import FORMAT_VERSION, versions
+from tests.docs.pages import CHANGELOG, ROOT
 from tests.versions import LIBRARIES, RECORDED
 
-TEXT = (DOCS / "changelog.md").read_text()
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TEXT = CHANGELOG.read_text()
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
 
 
@@ -22,9 +24,14 @@ def row(name: str) -> list[str]:
     return [cell.strip() for cell in line.split(" | ")[1:]]
 
 
-def test_the_version_is_that_of_the_package() -> None:
-    assert PROJECT["version"] == autopar.__version__
-    assert set(re.findall(r"\b0\.1\.\d+\b", TEXT)) == {autopar.__version__}
+def test_the_version_is_in_one_place_and_the_other_places_repeat_it() -> None:
+    assert PROJECT["dynamic"] == ["version"]
+    assert SETTINGS["tool"]["hatch"]["version"] == {"path": "autopar/__init__.py"}
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(cited["version"]) == versions()["autopar"] == autopar.__version__
+    ((version, date), *_) = re.findall(r"^## ([\d.]+) \(([\d-]+)\)$", TEXT, re.MULTILINE)
+    assert (version, date) == (autopar.__version__, str(cited["date-released"]))
+    assert f"version = {{{version}}}" in TEXT and f"year    = {{{date[:4]}}}" in TEXT
 
 
 def test_what_it_works_with_is_what_the_package_asks_for() -> None:

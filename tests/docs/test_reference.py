@@ -5,11 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT
+from autopar import ParallelModel
+from tests.docs.pages import DOCS, ROOT, same
 
 MODULES = {
     "autopar": "autopar.md",
@@ -18,7 +21,9 @@ MODULES = {
     "autopar.tensor_parallel": "tensor_parallel.md",
     "autopar.features.megatron.schedules": "megatron.md",
 }
-METHODS = {"save_parallelized", "from_parallelized", "wait_for_save", "execute_pipeline", "no_sync"}
+PUBLIC = DOCS / "reference" / "public.md"
+LISTED = dict(re.findall(r"^### ([\w.]+)\n\n```text\n(.*?)\n```$", PUBLIC.read_text(), re.MULTILINE | re.DOTALL))
+METHODS = set(LISTED["model"].split())
 SPHINX = ROOT / ".cache" / "docs"
 
 
@@ -29,28 +34,26 @@ def named(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_public_name_has_one_entry(module: str) -> None:
-    public = [f"{module}.{name}" for name in importlib.import_module(module).__all__ if name != "MPU"]
-    assert sorted(named(MODULES[module])) == sorted(public)
+def test_every_public_name_is_listed_and_has_one_entry(module: str) -> None:
+    public = sorted(importlib.import_module(module).__all__)
+    text = "\n".join(textwrap.wrap(" ".join(public), 100))
+    same(PUBLIC, PUBLIC.read_text().replace(LISTED[module], text))
+    assert sorted(named(MODULES[module])) == [f"{module}.{name}" for name in public if name != "MPU"]
 
 
-def test_the_stubs_import_names_that_exist() -> None:
-    for package in ("autopar", "autopar/tensor_parallel"):
-        exec((ROOT / package / "__init__.pyi").read_text(), {})
+@pytest.mark.parametrize("module", ["autopar", "autopar.tensor_parallel"])
+def test_the_stubs_have_the_public_names(module: str) -> None:
+    found: dict[str, object] = {}
+    exec((ROOT / module.replace(".", "/") / "__init__.pyi").read_text(), found)
+    names = {*found.get("__annotations__", ()), *found} - {"__annotations__", "__builtins__", "__doc__"}  # type: ignore
+    assert sorted(name for name in names if not isinstance(found.get(name), ModuleType)) == LISTED[module].split()
 
 
 def test_the_methods_of_a_model_and_its_mesh_have_entries() -> None:
     entries = named("model.md")
     assert {f"model.{name}" for name in METHODS} | {"autopar.MPU"} <= set(entries)
     assert len(entries) == len(set(entries))
-
-
-def test_what_is_shown_as_methods_is_what_a_model_gets() -> None:
-    files = ("checkpoint/methods.py", "pipeline_parallel/pipeline.py")
-    saves, runs = ((ROOT / "autopar" / file).read_text() for file in files)
-    (saved,) = re.findall(r"for method in \(([\w, ]+)\)\}", saves)
-    (run,) = re.findall(r"bind\(model, _OWNER, execute_pipeline=(\w+), no_sync=(\w+)\)", runs)
-    assert {*saved.split(", "), *run} == METHODS
+    assert {name for name in vars(ParallelModel) if not name.startswith("_")} == METHODS
 
 
 @pytest.mark.tier("all")

@@ -137,7 +137,7 @@ class _Unrepeated(Sampler[list[int]]):
 
 
 def prepare_dataloader(
-    dataset: Dataset[Any],
+    dataset: Dataset[Any] | Sequence[Any],
     batch_size: int = 1,
     *,
     mpu: MPU,
@@ -154,7 +154,7 @@ def prepare_dataloader(
     changed. Workers have identical seeds on all ranks.
 
     Args:
-        dataset: Map-style dataset, or an ``IterableDataset``, which must shuffle by itself.
+        dataset: Map-style dataset, a list, or an ``IterableDataset``, which must shuffle by itself.
         batch_size: Number of samples per replica and step; the global batch is ``batch_size * dp``.
         mpu: ``model.mpu``.
         drop_last: True to drop samples that do not fill a batch on every replica.
@@ -173,28 +173,27 @@ def prepare_dataloader(
     own_generator = kwargs.setdefault("generator", None) is None
     if own_generator:
         kwargs["generator"] = torch.Generator().manual_seed(seed)
-    if isinstance(dataset, IterableDataset):
+    source: Any = dataset
+    if isinstance(source, IterableDataset):
         if shuffle:
             raise ConfigError(
                 "shuffle=True requires a map-style dataset\n  Shuffle the stream itself, identically on all ranks."
             )
-        source: Dataset[Any] = _EveryNth(dataset, dp.rank, dp.size, even_batches) if dp.size > 1 else dataset
+        source = _EveryNth(source, dp.rank, dp.size, even_batches) if dp.size > 1 else source
         loader = ReplicaDataLoader(source, batch_size, drop_last=drop_last, **kwargs)
     elif not even_batches:
-        batches = _Unrepeated(len(dataset), batch_size, dp.rank, dp.size, seed if shuffle else None)  # type: ignore[arg-type]
-        loader = ReplicaDataLoader(dataset, batch_sampler=batches, **kwargs)
+        batches = _Unrepeated(len(source), batch_size, dp.rank, dp.size, seed if shuffle else None)
+        loader = ReplicaDataLoader(source, batch_sampler=batches, **kwargs)
     else:
-        repeated = 0 if drop_last or shuffle else -len(dataset) % dp.size  # type: ignore[arg-type]
+        repeated = 0 if drop_last or shuffle else -len(source) % dp.size
         if repeated and mpu.is_master:
             _log.warning(
                 "prepare_dataloader repeats %d of %d samples, so that %d replicas have equally many.\n"
                 "  For evaluation use even_batches=False, which yields every sample once.",
-                *(repeated, len(dataset), dp.size),  # type: ignore[arg-type]
+                *(repeated, len(source), dp.size),
             )
-        sampler = ResumableSampler(
-            dataset, num_replicas=dp.size, rank=dp.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
-        )
-        loader = ReplicaDataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **kwargs)
+        sampler = ResumableSampler(source, dp.size, dp.rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        loader = ReplicaDataLoader(source, batch_size, sampler=sampler, drop_last=drop_last, **kwargs)
     loader._seed = seed if own_generator else None
     return loader
 

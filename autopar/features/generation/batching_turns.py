@@ -51,7 +51,7 @@ class RankTurns(DistributedHelper):
     ) -> None:
         super().__init__(None, seconds)
         self.failures, self.axis, self._over = failures, failures.mpu.tp, False
-        self.tp_size, self.tp_group, self.tp_local_rank = self.axis.size, self.axis.group, self.axis.rank
+        self.tp_size, self.tp_group, self.tp_local_rank = self.axis.size, self.axis.group, self.axis.rank  # type: ignore[assignment]
         self.tp_root_global_rank, self.is_tp_driver = self.axis.ranks[0], self.axis.rank == 0
         self.dp_rank, self.dp_size = self.global_rank // self.tp_size, self.world_size // self.tp_size
         world = default_group()
