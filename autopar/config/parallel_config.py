@@ -81,6 +81,7 @@ class ParallelConfig:
     zero_shard_size: int = 0
     zero_cpu_offload: bool = False
     zero_optimizer_offload: bool = False
+    zero_reduce_scatter: bool = False
     optimizer_full_matrix: str = "owned"
     optimizer_split_fused: bool = False
     optimizer_across_parameters: bool = False
@@ -292,6 +293,8 @@ def _of_zero(c: Any) -> Iterator[str]:
                 yield f"zero.{key} needs zero.stage 2 or 3, not {stage}"
     elif c.zero_optimizer_offload:
         yield f"zero.optimizer_offload needs zero.stage 0 or 1, not {stage}, which has zero.cpu_offload"
+    if c.zero_reduce_scatter and stage != 1:
+        yield f"zero.reduce_scatter needs zero.stage 1, not {stage}"
     if stage == 3 and c.pipeline_parallel_size > 1 and c.pipeline.schedule in SPLIT_BACKWARD:
         yield (
             f"zero.stage=3 is not supported with pipeline.schedule={c.pipeline.schedule}: the weights of a block would "

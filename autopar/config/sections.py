@@ -24,7 +24,12 @@ SECTIONS: dict[str, dict[str, type]] = {
     },
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool, "save": list, "every": int},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
-    "zero": {"enable": bool, "stage": int, "shard_size": int, "cpu_offload": bool, "optimizer_offload": bool},
+    "zero": {
+        "enable": bool,
+        "stage": int,
+        "shard_size": int,
+        **dict.fromkeys(("cpu_offload", "optimizer_offload", "reduce_scatter"), bool),
+    },
     "optimizer": {"full_matrix": str, "split_fused": bool, "across_parameters": bool},
     "precision": {
         "enable": bool,

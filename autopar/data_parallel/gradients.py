@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,7 @@ def tensor_norm(
     held: Iterable[torch.Tensor],
     *,
     of_stage: bool = False,
+    owners: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """Return the p-norm over a model replica, a scalar in fp32 (fp64 for fp64 gradients). A collective of the replica.
 
@@ -58,16 +59,18 @@ def tensor_norm(
         counted: The result of :func:`counted_here`.
         held: All parameters of this rank, for the dtype of the norm and to detect FSDP2.
         of_stage: True for the norm of this stage alone; then a collective of its ranks.
+        owners: Parameter name -> the replica that has its gradient; None if all have it. Else a collective of them.
     """
     parts = []
     for name, tensor in tensors.items():
         canonical = plan.canonical(name)
-        if canonical in counted:
+        expert = canonical in plan.experts
+        if canonical in counted and (owners is None or owners[name] == (mpu.copies if expert else mpu.dp_cp).rank):
             layout = plan.tensors[canonical].layout
-            apart = isinstance(tensor, DTensor) and canonical not in plan.experts  # replicas hold different rows
+            apart = not expert and (owners is not None or isinstance(tensor, DTensor))  # replicas hold different ones
             parts += _parts(tensor, layout, mpu.tp if apart else mpu.shards, mpu.fsdp)
     held = list(held)
-    sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp x cp
+    sharded = owners is not None or any(isinstance(parameter, DTensor) for parameter in held)  # over dp x cp
     replica = mpu.shards if of_stage else mpu.shards_pp
     rows = mpu.copies if plan.experts else mpu.fsdp
     return _combine(parts, p, (replica, rows) if sharded else (replica,), mpu.device, held)
@@ -147,13 +150,20 @@ def _combine(
 
 
 class ReplicaNorm:
-    """The norm over all ranks of one model replica; ``scaled``: True if gradients stay scaled until ``step()``."""
+    """The norm over all ranks of one model replica; ``scaled``: True if gradients stay scaled until ``step()``.
 
-    def __init__(self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, *, scaled: bool) -> None:
+    Attributes:
+        owners: Returns the owners of the parameters with ``zero.reduce_scatter``, when each gradient is on one replica.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, *, scaled: bool, owned: bool = False
+    ) -> None:
+        self.owners: Callable[[], Mapping[torch.Tensor, int]] | None = dict if owned else None
         self.plan, self.mpu, self.failures, self.scaled = plan, mpu, failures, scaled
         self._model = weakref.ref(model)
         self._counted: frozenset[str] | None = None
-        if mpu.model.size > 1 or mpu.shards.size > 1:
+        if mpu.model.size > 1 or mpu.shards.size > 1 or owned:
             hold(self)  # for torch's clippers, accelerate and DeepSpeed
             listen(self)
 
@@ -196,13 +206,19 @@ class ReplicaNorm:
         if any(is_flat_parameter(parameter) for _, parameter in self._named()):
             refuse_flat()
         with self.failures.wait("the norm of the gradients", self.mpu.shards_pp.ranks):
-            held = dict(self._named())
-            if single:
-                counted = frozenset(map(self.plan.canonical, tensors))
-                return tensor_norm(tensors, self.plan, self.mpu, counted, norm_type, held.values(), of_stage=True)
-            if self._counted is None:
+            held, owned = dict(self._named()), self.owners and self.owners()
+            if self._counted is None and not single:
                 self._counted = counted_here(held, self.plan, self.mpu)
-            return tensor_norm(tensors, self.plan, self.mpu, self._counted, norm_type, held.values())
+            return tensor_norm(
+                tensors,
+                self.plan,
+                self.mpu,
+                frozenset(map(self.plan.canonical, tensors)) if single else self._counted or frozenset(),
+                norm_type,
+                held.values(),
+                of_stage=single,
+                owners=None if owned is None else {name: owned.get(held[name], 0) for name in tensors},
+            )
 
     def mine(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors that are parameters of the model or their gradients, by name."""

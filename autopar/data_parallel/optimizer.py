@@ -41,7 +41,7 @@ from autopar.distributed.digest import sums_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ConsistencyError
 from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan, TensorPlan
 
@@ -82,6 +82,7 @@ class ParallelStep:
         self.whole, self.muon = FullParameters(), MuonSteps()
         self.optimizer, self.model = optimizer, model
         self.sharded = config.zero_stage == 1 and mpu.dp_cp.size > 1  # ZeRO-1: a parameter has one owner
+        self.reduces = config.zero_reduce_scatter and self.sharded
         self.names: dict[torch.Tensor, str] = {}
         self._owners: dict[torch.Tensor, int | None] = {}  # None: every replica
         self._loads: dict[tuple[Axis, bool], list[int]] = {}
@@ -186,6 +187,14 @@ class ParallelStep:
             self.update()
         return self._owners[parameter]
 
+    def owners(self) -> dict[torch.Tensor, int]:
+        """Return the owners of the parameters, which are the only ones with a gradient after it is averaged.
+
+        It is empty without ``zero.reduce_scatter``.
+        """
+        self.update()
+        return {p: owner for p, owner in self._owners.items() if self.reduces and owner is not None}
+
     def owns(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank owns ``parameter``, and so keeps its state and its fp32 weight."""
         return (owner := self.owner(parameter)) is None or owner == self.axis_of(parameter).rank
@@ -256,6 +265,7 @@ class ParallelStep:
     @torch.no_grad()
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.update()
+        self._refuse_unreduced()
         self._weights, self.muon.taken = {}, {}  # drop the tensors of a step that raised
         with self._together(range(self.mpu.world_size)):
             overflow = self._agree()
@@ -307,6 +317,19 @@ class ParallelStep:
             self.scale.update(self.step_was_skipped)
         self.publish()
 
+    def _refuse_unreduced(self) -> None:
+        """Raise ConsistencyError if this rank has a gradient that only its owner has after it is averaged."""
+        left = [self.names[p] for p in self.owners() if p.grad is not None and not self.owns(p)]
+        if left:
+            text = (
+                "gradients were not averaged by autopar; expected only the owner's gradient of each parameter with "
+                f"zero.reduce_scatter.\n  Rank {self.mpu.rank} has gradients of {len(left)} parameters of other "
+                f"owners, first {left[0]}.\n  Average in each step with autopar.average_in_backward(model) or "
+                "autopar.average_gradients(model), without\n  DistributedDataParallel. Or leave reduce_scatter out."
+            )
+            self._failures.publish(text)
+            raise ConsistencyError(text)
+
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
         """Limit the collectives of ``ranks`` in the block to ``pipeline.timeout``, and name the failed rank."""
@@ -342,7 +365,10 @@ class ParallelStep:
         if not self.max_norm:
             return 1 / scale
         gradients = {name: p.grad for p, name in self.names.items() if p.grad is not None}
-        self.gradient_norm = tensor_norm(gradients, self.plan, self.mpu, self.counted, 2.0, self.names) / scale
+        owned = self.owners()
+        owners = {name: owned.get(p, 0) for p, name in self.names.items()} if self.reduces else None
+        norm = tensor_norm(gradients, self.plan, self.mpu, self.counted, 2.0, self.names, owners=owners)
+        self.gradient_norm = norm / scale
         return clip_factor(self.max_norm, self.gradient_norm) / scale
 
     def _stepped(self, multiplier: torch.Tensor | float) -> dict[torch.Tensor, torch.Tensor]:
