@@ -79,8 +79,8 @@ class DataParallel:
 
             counted = counted_here(dict(model.named_parameters()), plan, mpu)
             self.step = ParallelStep(optimizer, model, inner, plan, mpu, config, counted, self.failures)
-            if self.norm.owners is not None:
-                self.norm.owners = self.replicas.owners = self.step.owners
+            self.replicas.owners = self.step.owners
+            self.norm.owners = self.step.owners if self.step.reduces else None
 
     def undo(self) -> None:
         """Undo the setup, and write the fp32 weights into the model. With ZeRO-1 a collective of the dp axis."""

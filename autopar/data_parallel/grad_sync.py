@@ -41,7 +41,6 @@ Alike = Mapping[int, tuple[int, ...]]
 Owners = Mapping[torch.Tensor, int]
 """Parameter -> the only rank of its group that gets its average gradient."""
 
-NO_OWNERS: Owners = MappingProxyType({})
 _AVERAGED = "autopar_averaged"  # attribute of a gradient that its owner has averaged
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _BUCKET, _BUCKET_ON_CPU = 32 * 1024 * 1024, 8 * 1024 * 1024  # bytes; an allocator of the CPU reuses small buffers
@@ -96,24 +95,28 @@ class Bucket:
 
     Args:
         parameters: The parameters, in an order that is identical on all ranks of the group.
+        owners: The owners of the parameters, of all or of none.
         scale: The factor of the gradients, applied before the sum to avoid an overflow in fp16.
         wide: The dtype of the buffer if it is wider than the gradients; by default the gradients' dtype.
-        owners: The owners of the parameters, of all or of none.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         dtype: torch.dtype,
+        owners: Owners,
         group: Any,
         scale: float,
         wide: torch.dtype | None = None,
-        owners: Owners = NO_OWNERS,
     ) -> None:
-        self._rank, self._scattered = dist.get_rank(group), parameters[0] in owners
-        self._owners = {parameter: owners.get(parameter, self._rank) for parameter in parameters}
-        self._kept = list(self._owners.values()).count(self._rank)  # the first ones of ``parameters``
-        self.parameters = sorted(parameters, key=lambda p: (self._owners[p] != self._rank, self._owners[p]))
+        self.parameters, self._kept, self._rank = parameters, len(parameters), 0
+        self._given: list[int] = []  # with owners: the number of elements to send to each rank
+        if parameters[0] in owners:
+            self._rank, self._given = dist.get_rank(group), [0] * dist.get_world_size(group)
+            self.parameters = sorted(parameters, key=lambda p: (owners[p] != self._rank, owners[p]))
+            self._kept = sum(owners[parameter] == self._rank for parameter in parameters)
+            for parameter in self.parameters[self._kept :]:
+                self._given[owners[parameter]] += local_part(parameter.detach()).numel()
         self.dtype, self._group, self._scale = dtype, group, scale
         self.missing = set(parameters)
         self.is_wide = wide is not None and dtype.itemsize < wide.itemsize
@@ -148,26 +151,20 @@ class Bucket:
                 gradient.set_(part.view(gradient.shape))  # type: ignore[call-overload]
             self._gradients.append(gradient)
             self.sent.append(parameter)
-            self.again |= self._scattered and hasattr(gradient, _AVERAGED)
+            self.again |= hasattr(gradient, _AVERAGED)
             parameter.grad = None
         if self.is_wide and self._scale != 1.0:
-            own.mul_(self._scale), flat.mul_(self._scale)
-        if self._scattered and sum(sizes):
-            self._send(flat, sizes)
+            own.mul_(self._scale)
+            flat.mul_(self._scale)
+        if self._given and sum(sizes):
+            ranks = len(self._given)
+            due = [own.numel() if rank != self._rank else 0 for rank in range(ranks)]
+            rows = own.new_empty(ranks - 1, own.numel())
+            self._rows, received = list(rows), rows.view(-1)
+            self._work = dist.all_to_all_single(received, flat, due, self._given, group=self._group, async_op=True)
         elif sum(sizes):
             self._work = dist.all_reduce(own, group=self._group, async_op=True)
         return self
-
-    def _send(self, flat: torch.Tensor, sizes: Sequence[int]) -> None:
-        """Start to send each owner its part of ``flat``, see [Note: one owner]."""
-        ranks, own = dist.get_world_size(self._group), self._own
-        given, due = [0] * ranks, [own.numel()] * ranks
-        for parameter, size in zip(self.parameters[self._kept :], sizes[self._kept :], strict=True):
-            given[self._owners[parameter]] += size
-        due[self._rank] = 0
-        rows = own.new_empty(ranks - 1, own.numel())
-        self._rows = list(rows)
-        self._work = dist.all_to_all_single(rows.view(-1), flat, due, given, group=self._group, async_op=True)
 
     @torch.no_grad()
     def land(self, *, wait: bool = True) -> None:
@@ -194,7 +191,7 @@ class Bucket:
             if local.data_ptr() != part.data_ptr():
                 local.copy_(part.view(local.shape))
             set_gradient(parameter, gradient if parameter.grad is None else gradient.add_(parameter.grad))
-            if self._scattered:
+            if self._given:
                 setattr(gradient, _AVERAGED, True)
 
 
@@ -203,10 +200,10 @@ def sum_gradients(
     runs: list[list[nn.Parameter]],
     group: Any,
     scale: float = 1.0,
-    names: Mapping[int, str] | None = None,
+    names: Mapping[nn.Parameter, str] = MappingProxyType({}),
     dtype: torch.dtype | None = None,
     early: Sequence[Bucket] = (),
-    owners: Owners = NO_OWNERS,
+    owners: Owners = MappingProxyType({}),
 ) -> dict[nn.Parameter, torch.dtype]:
     """Scale and all-reduce gradients; return parameter -> dtype for parameters with a gradient on some rank.
 
@@ -216,7 +213,7 @@ def sum_gradients(
     Args:
         runs: Lists of parameters, identical on all ranks; a buffer holds parameters of one list.
         scale: The factor of the gradients, applied before the sum to avoid an overflow in fp16.
-        names: ``id(parameter)`` -> name, for the error.
+        names: Parameter -> name, for the error.
         dtype: The dtype in which half-precision gradients are scaled and summed; by default their dtype.
         early: The buckets of the group that have started already.
         owners: The owners of parameters whose gradients only one rank gets. Gradients it has averaged before raise.
@@ -230,23 +227,22 @@ def sum_gradients(
     had = {parameter for bucket in early for parameter in bucket.sent}
     sent = [int(parameter in had) for parameter in parameters] if early else []
     again = any(b.again for b in early) or any(hasattr(p.grad, _AVERAGED) for p in parameters if p in owners)
-    largest, smallest = extremes([*trained, *kinds, *sent, int(again)], group)
+    largest, smallest = extremes([*trained, *kinds, *sent, *([int(again)] if owners else ())], group)
     count = len(parameters)
     mixed = [p for p, high, low in zip(parameters, largest, smallest, strict=False) if high != low]
     if mixed:
-        name = (names or {}).get(id(mixed[0]), f"a parameter of shape {list(mixed[0].shape)}")
+        name = names.get(mixed[0], f"a parameter of shape {list(mixed[0].shape)}")
         raise ConsistencyError(
             f"{name} is frozen (requires_grad=False) on only some of the ranks {dist.get_process_group_ranks(group)} "
             f"({len(mixed)} such parameters).\n"
             "  Freeze and unfreeze the same weights on all data-parallel replicas."
         )
-    if largest[-1]:
+    if owners and largest[-1]:
         raise ConsistencyError(
-            "gradients were averaged twice without zero_grad(); expected once per step with zero.reduce_scatter, where "
-            "only\n  one replica keeps the mean.\n  Average in the last backward of a step, and call "
-            "optimizer.zero_grad(set_to_none=True) after the step."
+            "gradients were averaged twice without zero_grad(); expected once per step with zero.reduce_scatter\n"
+            "  Average in the last backward of a step. Call zero_grad(set_to_none=True), the default, after the step."
         )
-    found = {p: dtypes[p] for p, some in zip(parameters, largest[2 * count : -1], strict=False) if some}
+    found = {p: dtypes[p] for p, some in zip(parameters, largest[2 * count :], strict=False) if some}
     late: dict[nn.Parameter, torch.dtype] = {}
     for parameter, kind in zip(parameters, largest[count : 2 * count], strict=True):
         if kind:
@@ -280,7 +276,7 @@ def _in_buckets(
         kinds = {p: (dtypes[p], p in owners) for p in reversed(run) if p in dtypes}
         for kind in dict.fromkeys(reversed(kinds.values())):
             for bucket in buckets([p for p, its in kinds.items() if its == kind]):
-                yield Bucket(bucket, kind[0], *how, owners)
+                yield Bucket(bucket, kind[0], owners, *how)
 
 
 _IN_FLIGHT = 4  # buckets that are broadcast at the same time
@@ -330,7 +326,7 @@ class ReplicaGradients:
     def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, failures: FailureLog) -> None:
         self._plan, self._stages, self._mpu, self._failures = plan, stages, mpu, failures
         self._early: list[tuple[int, list[str], torch.dtype]] = []  # axis, parameters and dtype of each bucket
-        self.owners: Callable[[], Owners] = lambda: NO_OWNERS
+        self.owners: Callable[[], Owners] = dict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGradients:
         return ReplicaGradients(self._plan, self._stages, self._mpu, self._failures)
@@ -349,8 +345,7 @@ class ReplicaGradients:
         for number, held, dtype in self._early if early else ():
             axis = self._axes[number]
             if own.keys() >= set(held) and len({own[name] in owners for name in held}) == 1:  # not of a new group
-                bucket = Bucket([own[name] for name in held], dtype, axis.group, 1 / axis.size, None, owners)
-                started.append((number, bucket))
+                started.append((number, Bucket([own[name] for name in held], dtype, owners, axis.group, 1 / axis.size)))
         self._early = []  # until the replicas have agreed again
         waiting = deque(bucket for _, bucket in started)
         bucket_of = {parameter: bucket for bucket in waiting for parameter in bucket.parameters}
@@ -384,7 +379,7 @@ class ReplicaGradients:
                 handle.remove()
         start(lambda _: True)
         with self._blame(), self._failures.deadline():
-            self._end(model, names, started, owners)
+            self._end(model, names, started)
 
     def _meets_in_a_backward(self, model: nn.Module, axis: Axis) -> bool:
         """Return whether a backward runs collectives of the axis's group, whose order must not depend on gradients."""
@@ -400,17 +395,11 @@ class ReplicaGradients:
         what = "averaging the gradients over the data-parallel replicas"
         return self._failures.blame(what, self._mpu.dp_cp.ranks)
 
-    def _end(
-        self,
-        model: nn.Module,
-        names: dict[nn.Parameter, str],
-        started: list[tuple[int, Bucket]],
-        owners: Owners,
-    ) -> None:
-        by_id = {id(parameter): name for parameter, name in names.items()}
+    def _end(self, model: nn.Module, names: dict[nn.Parameter, str], started: list[tuple[int, Bucket]]) -> None:
         place = {parameter: number for number, parameter in enumerate(names)}
         alike = held_alike(model, self._plan, self._mpu)
         following: list[tuple[int, Bucket]] = []
+        owners = self.owners()
         for number, axis in enumerate(self._axes):
             if axis.size == 1 or (number == 1 and not self._plan.experts):
                 continue
@@ -418,7 +407,7 @@ class ReplicaGradients:
             runs, wide = runs_of([alone], alike), axis.reduce_dtype
             early = [bucket for at, bucket in started if at == number]
             both = [*runs, *runs_of(shared, alike)]
-            found = sum_gradients(both, axis.group, 1 / axis.size, by_id, wide, early, owners)
+            found = sum_gradients(both, axis.group, 1 / axis.size, names, wide, early, owners)
             if not self._meets_in_a_backward(model, axis):
                 following += [(number, bucket) for bucket in _in_buckets(runs, found, owners, axis.group, 1.0, wide)]
         following.sort(key=lambda entry: -min(place[parameter] for parameter in entry[1].parameters))

@@ -46,9 +46,9 @@ def tensor_norm(
     counted: frozenset[str],
     p: float,
     held: Iterable[torch.Tensor],
+    owners: Mapping[str, int] | None = None,
     *,
     of_stage: bool = False,
-    owners: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """Return the p-norm over a model replica, a scalar in fp32 (fp64 for fp64 gradients). A collective of the replica.
 
@@ -58,8 +58,8 @@ def tensor_norm(
         tensors: Parameter name -> gradient or weight.
         counted: The result of :func:`counted_here`.
         held: All parameters of this rank, for the dtype of the norm and to detect FSDP2.
+        owners: Parameter name -> the only rank of the replicas with its gradient; then a collective of all replicas.
         of_stage: True for the norm of this stage alone; then a collective of its ranks.
-        owners: Parameter name -> the replica that has its gradient; None if all have it. Else a collective of them.
     """
     parts = []
     for name, tensor in tensors.items():
@@ -67,7 +67,7 @@ def tensor_norm(
         expert = canonical in plan.experts
         if canonical in counted and (owners is None or owners[name] == (mpu.copies if expert else mpu.dp_cp).rank):
             layout = plan.tensors[canonical].layout
-            apart = not expert and (owners is not None or isinstance(tensor, DTensor))  # replicas hold different ones
+            apart = not expert and (owners is not None or isinstance(tensor, DTensor))  # replicas hold different rows
             parts += _parts(tensor, layout, mpu.tp if apart else mpu.shards, mpu.fsdp)
     held = list(held)
     sharded = owners is not None or any(isinstance(parameter, DTensor) for parameter in held)  # over dp x cp
@@ -159,7 +159,7 @@ class ReplicaNorm:
     def __init__(
         self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, *, scaled: bool, owned: bool = False
     ) -> None:
-        self.owners: Callable[[], Mapping[torch.Tensor, int]] | None = dict if owned else None
+        self.owners: Callable[[], Mapping[torch.Tensor, int]] | None = None
         self.plan, self.mpu, self.failures, self.scaled = plan, mpu, failures, scaled
         self._model = weakref.ref(model)
         self._counted: frozenset[str] | None = None
@@ -206,19 +206,15 @@ class ReplicaNorm:
         if any(is_flat_parameter(parameter) for _, parameter in self._named()):
             refuse_flat()
         with self.failures.wait("the norm of the gradients", self.mpu.shards_pp.ranks):
-            held, owned = dict(self._named()), self.owners and self.owners()
-            if self._counted is None and not single:
+            held, of = dict(self._named()), None if self.owners is None else self.owners()
+            owners = None if of is None else {name: of.get(held[name], 0) for name in tensors}
+            how = (norm_type, held.values(), owners)
+            if single:
+                counted = frozenset(map(self.plan.canonical, tensors))
+                return tensor_norm(tensors, self.plan, self.mpu, counted, *how, of_stage=True)
+            if self._counted is None:
                 self._counted = counted_here(held, self.plan, self.mpu)
-            return tensor_norm(
-                tensors,
-                self.plan,
-                self.mpu,
-                frozenset(map(self.plan.canonical, tensors)) if single else self._counted or frozenset(),
-                norm_type,
-                held.values(),
-                of_stage=single,
-                owners=None if owned is None else {name: owned.get(held[name], 0) for name in tensors},
-            )
+            return tensor_norm(tensors, self.plan, self.mpu, self._counted, *how)
 
     def mine(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors that are parameters of the model or their gradients, by name."""
@@ -232,8 +228,7 @@ class ReplicaNorm:
 
     def made(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors that derive from shards of the model, such as copies, by parameter name."""
-        named = ((getattr(parameter, "autopar_shard", self), name) for name, parameter in self._named())
-        owners = {id(shard): name for shard, name in named}
+        owners = {id(getattr(parameter, "autopar_shard", self)): name for name, parameter in self._named()}
         found = ((owners.get(id(getattr(tensor, "autopar_shard", None))), tensor) for tensor in tensors)
         return {name: tensor for name, tensor in found if name is not None}
 

@@ -188,12 +188,9 @@ class ParallelStep:
         return self._owners[parameter]
 
     def owners(self) -> dict[torch.Tensor, int]:
-        """Return the owners of the parameters, which are the only ones with a gradient after it is averaged.
-
-        It is empty without ``zero.reduce_scatter``.
-        """
+        """Return the only ranks that have gradients after averaging; empty without ``zero.reduce_scatter``."""
         self.update()
-        return {p: owner for p, owner in self._owners.items() if self.reduces and owner is not None}
+        return {p: owner for p, owner in self._owners.items() if owner is not None} if self.reduces else {}
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank owns ``parameter``, and so keeps its state and its fp32 weight."""
@@ -322,10 +319,9 @@ class ParallelStep:
         left = [self.names[p] for p in self.owners() if p.grad is not None and not self.owns(p)]
         if left:
             text = (
-                "gradients were not averaged by autopar; expected only the owner's gradient of each parameter with "
-                f"zero.reduce_scatter.\n  Rank {self.mpu.rank} has gradients of {len(left)} parameters of other "
-                f"owners, first {left[0]}.\n  Average in each step with autopar.average_in_backward(model) or "
-                "autopar.average_gradients(model), without\n  DistributedDataParallel. Or leave reduce_scatter out."
+                "gradients were not averaged by autopar; expected only the owner's with zero.reduce_scatter\n"
+                f"  Rank {self.mpu.rank} has {len(left)} that it does not own, first of {left[0]}. Average with "
+                "autopar.average_in_backward(model)\n  or autopar.average_gradients(model), without a wrapper."
             )
             self._failures.publish(text)
             raise ConsistencyError(text)
@@ -365,10 +361,8 @@ class ParallelStep:
         if not self.max_norm:
             return 1 / scale
         gradients = {name: p.grad for p, name in self.names.items() if p.grad is not None}
-        owned = self.owners()
-        owners = {name: owned.get(p, 0) for p, name in self.names.items()} if self.reduces else None
-        norm = tensor_norm(gradients, self.plan, self.mpu, self.counted, 2.0, self.names, owners=owners)
-        self.gradient_norm = norm / scale
+        owners = {name: self.owner(p) or 0 for p, name in self.names.items()} if self.reduces else None
+        self.gradient_norm = tensor_norm(gradients, self.plan, self.mpu, self.counted, 2.0, self.names, owners) / scale
         return clip_factor(self.max_norm, self.gradient_norm) / scale
 
     def _stepped(self, multiplier: torch.Tensor | float) -> dict[torch.Tensor, torch.Tensor]:
@@ -392,20 +386,11 @@ class ParallelStep:
                 stepped[parameter] = parameter if weight is None else weight
         return stepped
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of :meth:`scale_loss`."""
-        return 1.0 if self.scale is None else self.scale.scale
-
-    @property
-    def skipped_steps(self) -> int:
-        """The number of skipped steps, including the run of a loaded checkpoint."""
-        return 0 if self.scale is None else self.scale.skipped
-
     def publish(self) -> None:
-        """Set the attributes for users on the optimizer."""
-        for name in SHOWN:
-            setattr(self.optimizer, name, getattr(self, name))
+        """Set the attributes for users on the optimizer, :data:`SHOWN`."""
+        scale, skipped = (1.0, 0) if self.scale is None else (self.scale.scale, self.scale.skipped)
+        shown = (scale, skipped, self.step_was_skipped, self.gradient_norm)
+        vars(self.optimizer).update(zip(SHOWN, shown, strict=True))
 
     def _indexed(self) -> dict[int, torch.Tensor]:
         """Return the parameters by their number in torch's state dict."""

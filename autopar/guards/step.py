@@ -211,8 +211,7 @@ class StepCheck:
             )
         if progress.number < 0:
             progress.number, self._count = self._count, self._count + 1
-        pipeline: Any = getattr(vars(model).get("_autopar"), "pp", None)
-        if pipeline is not None and pipeline.unaveraged:
+        if getattr(getattr(vars(model).get("_autopar"), "pp", None), "unaveraged", False):
             raise ConsistencyError(
                 f"the gradients of the {replicas_in_words(self.mpu)} were not averaged: the last execute_pipeline "
                 "before step() ran inside no_sync.\n  Run the last execute_pipeline of a step outside of no_sync."

@@ -143,7 +143,7 @@ def test_it_resumes_on_another_mesh(tmp_path: Path) -> None:
     model, optimizer = same(llama(), tp=2)
     model.save_parallelized(tmp_path, optimizer=optimizer)
     other, its = start(llama(seed=1))
-    autopar.load_parallelized(other, tmp_path, optimizer=its)
+    other.from_parallelized(tmp_path, optimizer=its)
     for each, one in ((model, optimizer), (other, its)):
         ids = IDS[:4]
         with autopar.average_in_backward(each):
