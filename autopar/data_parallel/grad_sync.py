@@ -7,9 +7,8 @@ A bucket starts when its last gradient has arrived and the bucket before it has 
 same order. The gradient of a parameter is None during the all-reduce. A gradient that arrives later, or was not
 expected, is summed in another bucket at the end, and added.
 
-[Note: one owner] With ``zero.reduce_scatter`` a bucket is sorted by owner. An all-to-all sends each owner its part, and
-the owner adds the parts in the order of the ranks. On the other ranks the gradient stays None. gloo's reduce-scatter
-sends as much as its all-reduce.
+[Note: one owner] With ``zero.reduce_scatter`` an all-to-all sends each owner its part of a bucket, which it adds in the
+order of the ranks. Other ranks' gradients stay None. gloo's own reduce-scatter sends as much as its all-reduce.
 """
 
 from __future__ import annotations
@@ -118,13 +117,11 @@ class Bucket:
             for parameter in self.parameters[self._kept :]:
                 self._given[owners[parameter]] += local_part(parameter.detach()).numel()
         self.dtype, self._group, self._scale = dtype, group, scale
-        self.missing = set(parameters)
+        self.missing, self.again = set(parameters), False  # again: an owner has averaged one of the gradients before
         self.is_wide = wide is not None and dtype.itemsize < wide.itemsize
         self._sum = wide if self.is_wide else dtype
         self.sent: list[nn.Parameter] = []  # the parameters that had a gradient when the bucket started
-        self.again = False  # whether an owner has averaged one of these gradients before
         self._gradients: list[torch.Tensor | None] = []
-        self._parts: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []  # the gradients of this rank's parameters on the other ranks
         self._work: dist.Work | None = None
 
@@ -142,8 +139,8 @@ class Bucket:
                 self._gradients.append(None)
                 continue
             source = local_part(gradient).reshape(-1)
-            if self._scale == 1.0 or self.is_wide:
-                part.copy_(source)
+            if self.is_wide:
+                part.copy_(source).mul_(self._scale)
             else:
                 torch.mul(source, self._scale, out=part)
             is_own = not (isinstance(gradient, DTensor) or gradient.requires_grad or is_view(gradient))
@@ -153,13 +150,9 @@ class Bucket:
             self.sent.append(parameter)
             self.again |= hasattr(gradient, _AVERAGED)
             parameter.grad = None
-        if self.is_wide and self._scale != 1.0:
-            own.mul_(self._scale)
-            flat.mul_(self._scale)
         if self._given and sum(sizes):
-            ranks = len(self._given)
-            due = [own.numel() if rank != self._rank else 0 for rank in range(ranks)]
-            rows = own.new_empty(ranks - 1, own.numel())
+            due = [own.numel() * (rank != self._rank) for rank in range(len(self._given))]
+            rows = own.new_empty(len(due) - 1, own.numel())
             self._rows, received = list(rows), rows.view(-1)
             self._work = dist.all_to_all_single(received, flat, due, self._given, group=self._group, async_op=True)
         elif sum(sizes):
@@ -318,15 +311,12 @@ class ReplicaGradients:
 
     Context-parallel ranks are included; each contributes cp times its gradient. DTensors are left out, because FSDP2
     averages them. Ranks of a replica that hold the same gradient get bitwise identical results.
-
-    Attributes:
-        owners: Returns the owners of the parameters with ``zero.reduce_scatter``.
     """
 
     def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, failures: FailureLog) -> None:
         self._plan, self._stages, self._mpu, self._failures = plan, stages, mpu, failures
         self._early: list[tuple[int, list[str], torch.dtype]] = []  # axis, parameters and dtype of each bucket
-        self.owners: Callable[[], Owners] = dict
+        self.owners: Callable[[], Owners] = dict  # with ``zero.reduce_scatter`` the method of the optimizer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGradients:
         return ReplicaGradients(self._plan, self._stages, self._mpu, self._failures)
@@ -398,8 +388,7 @@ class ReplicaGradients:
     def _end(self, model: nn.Module, names: dict[nn.Parameter, str], started: list[tuple[int, Bucket]]) -> None:
         place = {parameter: number for number, parameter in enumerate(names)}
         alike = held_alike(model, self._plan, self._mpu)
-        following: list[tuple[int, Bucket]] = []
-        owners = self.owners()
+        following, owners = list[tuple[int, Bucket]](), self.owners()
         for number, axis in enumerate(self._axes):
             if axis.size == 1 or (number == 1 and not self._plan.experts):
                 continue

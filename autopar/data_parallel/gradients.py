@@ -150,16 +150,12 @@ def _combine(
 
 
 class ReplicaNorm:
-    """The norm over all ranks of one model replica; ``scaled``: True if gradients stay scaled until ``step()``.
-
-    Attributes:
-        owners: Returns the owners of the parameters with ``zero.reduce_scatter``, when each gradient is on one replica.
-    """
+    """The norm over all ranks of one model replica; ``scaled``: True if gradients stay scaled until ``step()``."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, *, scaled: bool, owned: bool = False
     ) -> None:
-        self.owners: Callable[[], Mapping[torch.Tensor, int]] | None = None
+        self.owners: Callable[[], Mapping[torch.Tensor, int]] | None = None  # as of ReplicaGradients
         self.plan, self.mpu, self.failures, self.scaled = plan, mpu, failures, scaled
         self._model = weakref.ref(model)
         self._counted: frozenset[str] | None = None

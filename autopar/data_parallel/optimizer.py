@@ -318,13 +318,11 @@ class ParallelStep:
         """Raise ConsistencyError if this rank has a gradient that only its owner has after it is averaged."""
         left = [self.names[p] for p in self.owners() if p.grad is not None and not self.owns(p)]
         if left:
-            text = (
+            raise ConsistencyError(
                 "gradients were not averaged by autopar; expected only the owner's with zero.reduce_scatter\n"
                 f"  Rank {self.mpu.rank} has {len(left)} that it does not own, first of {left[0]}. Average with "
                 "autopar.average_in_backward(model)\n  or autopar.average_gradients(model), without a wrapper."
             )
-            self._failures.publish(text)
-            raise ConsistencyError(text)
 
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -478,7 +476,9 @@ class OptimizerProxy:
             if key in self.stepped:
                 state[self.stepped[key]] = entry
             elif key not in self._own:
-                state[key] = _copied(entry) if self.skips else entry
+                state[key] = entry
+                if self.skips and isinstance(entry, dict):
+                    state[key] = {name: x.clone() if torch.is_tensor(x) else x for name, x in entry.items()}
         return state
 
     def write_back(self) -> None:
@@ -512,9 +512,3 @@ class OptimizerProxy:
             for key in [key for key in self.plain.state if key not in self._own and key not in state]:
                 del self.plain.state[key]
             self.plain.state.update({parameters.get(key, key): entry for key, entry in state.items()})
-
-
-def _copied(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
