@@ -145,7 +145,7 @@ class Bucket:
                 torch.mul(source, self._scale, out=part)
             is_own = not (isinstance(gradient, DTensor) or gradient.requires_grad or is_view(gradient))
             if is_own and not self.is_wide and gradient.is_contiguous():
-                gradient.set_(part.view(gradient.shape))  # type: ignore[call-overload]
+                gradient.set_(part.view(gradient.shape))
             self._gradients.append(gradient)
             self.sent.append(parameter)
             self.again |= hasattr(gradient, _AVERAGED)
