@@ -94,7 +94,7 @@ class Bucket:
 
     Args:
         parameters: The parameters, in an order that is identical on all ranks of the group.
-        owners: The owners of the parameters, of all or of none.
+        owners: The owners of the parameters, of all or of none ([Note: one owner]).
         scale: The factor of the gradients, applied before the sum to avoid an overflow in fp16.
         wide: The dtype of the buffer if it is wider than the gradients; by default the gradients' dtype.
     """
