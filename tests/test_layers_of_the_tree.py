@@ -17,7 +17,7 @@ LINES = {
     "setup": 425,
     "checkpoint": 4719,
     "config": 594,
-    "data_parallel": 2519,
+    "data_parallel": 2579,
     "deferred_init": 996,
     "distributed": 2445,
     "dry_run": 1567,

@@ -81,6 +81,7 @@ class ParallelConfig:
     zero_shard_size: int = 0
     zero_cpu_offload: bool = False
     zero_optimizer_offload: bool = False
+    zero_reduce_scatter: bool = False
     optimizer_full_matrix: str = "owned"
     optimizer_split_fused: bool = False
     optimizer_across_parameters: bool = False
@@ -101,8 +102,7 @@ class ParallelConfig:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is None:
                 object.__setattr__(self, field.name, field.default)
-            problem = check_value(field.name, getattr(self, field.name), type(field.default))
-            problems += [problem] if problem else []
+            problems += filter(None, [check_value(field.name, getattr(self, field.name), type(field.default))])
         if not problems:
             given = check_section("pipeline", self.pipeline.given(), SECTIONS["pipeline"], problems)
             object.__setattr__(self, "pipeline", PipelineConfig.of(given, self.pipeline_parallel_size, problems))
@@ -286,12 +286,11 @@ def _of_blocks(c: Any) -> Iterator[str]:
 def _of_zero(c: Any) -> Iterator[str]:
     """Yield problems of a stage of ZeRO."""
     stage, sharded = c.zero_stage, c.zero_stage in FULLY_SHARDED
-    if not sharded:
-        for key in ("shard_size", "cpu_offload"):
-            if getattr(c, f"zero_{key}"):
-                yield f"zero.{key} needs zero.stage 2 or 3, not {stage}"
-    elif c.zero_optimizer_offload:
-        yield f"zero.optimizer_offload needs zero.stage 0 or 1, not {stage}, which has zero.cpu_offload"
+    stages = {"shard_size": "2 or 3", "cpu_offload": "2 or 3", "optimizer_offload": "0 or 1", "reduce_scatter": "1"}
+    for key, fitting in stages.items():
+        if getattr(c, f"zero_{key}") and str(stage) not in fitting:
+            instead = ", which has zero.cpu_offload" if key == "optimizer_offload" else ""
+            yield f"zero.{key} needs zero.stage {fitting}, not {stage}{instead}"
     if stage == 3 and c.pipeline_parallel_size > 1 and c.pipeline.schedule in SPLIT_BACKWARD:
         yield (
             f"zero.stage=3 is not supported with pipeline.schedule={c.pipeline.schedule}: the weights of a block would "

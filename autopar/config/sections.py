@@ -15,6 +15,7 @@ import yaml
 
 from autopar.errors import clip, nearest
 
+_OF_ZERO = ("enable", "cpu_offload", "optimizer_offload", "reduce_scatter")
 SECTIONS: dict[str, dict[str, type]] = {
     "model_parallelism": {
         "enable": bool,
@@ -24,7 +25,7 @@ SECTIONS: dict[str, dict[str, type]] = {
     },
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool, "save": list, "every": int},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
-    "zero": {"enable": bool, "stage": int, "shard_size": int, "cpu_offload": bool, "optimizer_offload": bool},
+    "zero": {"stage": int, "shard_size": int, **dict.fromkeys(_OF_ZERO, bool)},
     "optimizer": {"full_matrix": str, "split_fused": bool, "across_parameters": bool},
     "precision": {
         "enable": bool,

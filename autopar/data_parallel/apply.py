@@ -51,7 +51,8 @@ class DataParallel:
         comparison = None if make is None else make(mpu, failures, config.parameters_every, plan.experts)
         look = partial(look_at_new, plan, config)
         self.steps = StepCheck(model, mpu, failures, held_alike(model, plan, mpu), comparison, look)
-        self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
+        owned = config.zero_reduce_scatter and mpu.dp_cp.size > 1
+        self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16", owned=owned)
         self.replicas: ReplicaGradients
         self.step: ParallelStep | None = None
         self.fully_sharded: FullySharded | None = None
@@ -78,6 +79,8 @@ class DataParallel:
 
             counted = counted_here(dict(model.named_parameters()), plan, mpu)
             self.step = ParallelStep(optimizer, model, inner, plan, mpu, config, counted, self.failures)
+            self.replicas.owners = self.step.owners
+            self.norm.owners = self.step.owners if self.step.reduces else None
 
     def undo(self) -> None:
         """Undo the setup, and write the fp32 weights into the model. With ZeRO-1 a collective of the dp axis."""

@@ -86,8 +86,6 @@ def check_layer_drop(model: nn.Module, stage: int) -> None:
 _ADVICE = (
     "All replicas hold shards: call the model on every rank, each with its batch, and print or save on one of them."
 )
-
-
 _SAME_MODULES = (
     "Replicas gather weights together and must run the same modules in the same order. Use batches that need the same\n"
     "  modules (an image in each, or in none), do not skip blocks at random, or use zero.stage 1."
@@ -123,8 +121,7 @@ class FullySharded:
         self._at, self._ran = (0, ""), 0  # number of blocks run in this forward, and the last one; groups before it
         self._next = dict[tuple[int, str], str]()  # the block that followed in the previous forward; "": the end
         self._meeting = False  # True while this rank waits for the other ranks, and after that wait failed
-        self._stage = config.zero_stage
-        self._keeps = config.zero_stage == 2  # weights stay from a block's forward to its backward
+        self._stage, self._keeps = config.zero_stage, config.zero_stage == 2  # keeps weights until the backward
         dtype = DTYPES.get(config.precision)
         if dtype is not None:
             for parameter in model.parameters():

@@ -6,6 +6,9 @@ with a gradient. These parameters, in the order of a backward, form the buckets 
 A bucket starts when its last gradient has arrived and the bucket before it has started, because all ranks must use the
 same order. The gradient of a parameter is None during the all-reduce. A gradient that arrives later, or was not
 expected, is summed in another bucket at the end, and added.
+
+[Note: one owner] With ``zero.reduce_scatter`` an all-to-all sends each owner its part of a bucket, which it adds in the
+order of the ranks. Other ranks' gradients stay None. gloo's own reduce-scatter sends as much as its all-reduce.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +37,10 @@ from autopar.plan.stages import StagePlan
 
 Alike = Mapping[int, tuple[int, ...]]
 """``id(parameter)`` -> the ranks of ``mpu.shards`` that hold the same shard of it."""
+Owners = Mapping[torch.Tensor, int]
+"""Parameter -> the only rank of its group that gets its average gradient."""
 
+_AVERAGED = "autopar_averaged"  # attribute of a gradient that its owner has averaged
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _BUCKET, _BUCKET_ON_CPU = 32 * 1024 * 1024, 8 * 1024 * 1024  # bytes; an allocator of the CPU reuses small buffers
 
@@ -87,6 +94,7 @@ class Bucket:
 
     Args:
         parameters: The parameters, in an order that is identical on all ranks of the group.
+        owners: The owners of the parameters, of all or of none ([Note: one owner]).
         scale: The factor of the gradients, applied before the sum to avoid an overflow in fp16.
         wide: The dtype of the buffer if it is wider than the gradients; by default the gradients' dtype.
     """
@@ -95,30 +103,35 @@ class Bucket:
         self,
         parameters: Sequence[nn.Parameter],
         dtype: torch.dtype,
+        owners: Owners,
         group: Any,
         scale: float,
         wide: torch.dtype | None = None,
     ) -> None:
-        self.parameters, self.dtype, self._group, self._scale = parameters, dtype, group, scale
-        self.missing = set(parameters)
+        self.parameters, self._kept, self._rank = parameters, len(parameters), 0
+        self._given: list[int] = []  # with owners: the number of elements to send to each rank
+        if parameters[0] in owners:
+            self._rank, self._given = dist.get_rank(group), [0] * dist.get_world_size(group)
+            self.parameters = sorted(parameters, key=lambda p: (owners[p] != self._rank, owners[p]))
+            self._kept = sum(owners[parameter] == self._rank for parameter in parameters)
+            for parameter in self.parameters[self._kept :]:
+                self._given[owners[parameter]] += local_part(parameter.detach()).numel()
+        self.dtype, self._group, self._scale = dtype, group, scale
+        self.missing, self.again = set(parameters), False  # again: an owner has averaged one of the gradients before
         self.is_wide = wide is not None and dtype.itemsize < wide.itemsize
         self._sum = wide if self.is_wide else dtype
+        self.sent: list[nn.Parameter] = []  # the parameters that had a gradient when the bucket started
         self._gradients: list[torch.Tensor | None] = []
-        self._parts: tuple[torch.Tensor, ...] = ()
+        self._rows: list[torch.Tensor] = []  # the gradients of this rank's parameters on the other ranks
         self._work: dist.Work | None = None
-
-    @property
-    def sent(self) -> list[nn.Parameter]:
-        """The parameters that had a gradient when the bucket started."""
-        return [p for p, g in zip(self.parameters, self._gradients, strict=False) if g is not None]
 
     @torch.no_grad()
     def start(self) -> Bucket:
         """Take the gradients from their parameters, and start the sum."""
         shards = [local_part(parameter.detach()) for parameter in self.parameters]
         sizes = [shard.numel() for shard in shards]
-        flat = shards[0].new_empty(sum(sizes), dtype=self._sum)
-        self._parts = flat.split(sizes)
+        own, flat = (shards[0].new_empty(sum(x), dtype=self._sum) for x in (sizes[: self._kept], sizes[self._kept :]))
+        self._own, self._parts = own, [*own.split(sizes[: self._kept]), *flat.split(sizes[self._kept :])]
         for parameter, part in zip(self.parameters, self._parts, strict=True):
             gradient = parameter.grad if parameter.requires_grad else None
             if gradient is None or gradient.dtype != self.dtype:
@@ -126,26 +139,44 @@ class Bucket:
                 self._gradients.append(None)
                 continue
             source = local_part(gradient).reshape(-1)
-            if self._scale == 1.0 or self.is_wide:
-                part.copy_(source)
+            if self.is_wide:
+                part.copy_(source).mul_(self._scale)
             else:
                 torch.mul(source, self._scale, out=part)
             is_own = not (isinstance(gradient, DTensor) or gradient.requires_grad or is_view(gradient))
             if is_own and not self.is_wide and gradient.is_contiguous():
-                gradient.set_(part.view(gradient.shape))  # type: ignore[call-overload]
+                gradient.set_(part.view(gradient.shape))
             self._gradients.append(gradient)
+            self.sent.append(parameter)
+            self.again |= hasattr(gradient, _AVERAGED)
             parameter.grad = None
-        if self.is_wide and self._scale != 1.0:
-            flat.mul_(self._scale)
-        if flat.numel():
-            self._work = dist.all_reduce(flat, group=self._group, async_op=True)
+        if self._given and sum(sizes):
+            due = [own.numel() * (rank != self._rank) for rank in range(len(self._given))]
+            rows = own.new_empty(len(due) - 1, own.numel())
+            self._rows, received = list(rows), rows.view(-1)
+            self._work = dist.all_to_all_single(received, flat, due, self._given, group=self._group, async_op=True)
+        elif sum(sizes):
+            self._work = dist.all_reduce(own, group=self._group, async_op=True)
         return self
+
+    @torch.no_grad()
+    def land(self, *, wait: bool = True) -> None:
+        """Add the received gradients and free the sent ones, if they have arrived or ``wait``."""
+        if self._work is None or not (wait or self._work.is_completed()):
+            return
+        _wait(self._work, self._own)
+        self._work, rows, self._rows = None, self._rows, []
+        del self._parts[self._kept :], self._gradients[self._kept :]
+        for row in rows[1 : self._rank]:
+            rows[0].add_(row)
+        for row in (*rows[:1], *rows[max(self._rank, 1) :]):
+            self._own.add_(row)
 
     @torch.no_grad()
     def finish(self, found: Mapping[nn.Parameter, torch.dtype]) -> None:
         """Wait for the sum, and set the gradients of the parameters in ``found``."""
-        _wait(self._work, self._parts[0])
-        for parameter, taken, part in zip(self.parameters, self._gradients, self._parts, strict=True):
+        self.land()
+        for parameter, taken, part in zip(self.parameters[: self._kept], self._gradients, self._parts, strict=True):
             if parameter not in found:
                 continue
             gradient = torch.zeros_like(parameter, dtype=self.dtype) if taken is None else taken
@@ -153,6 +184,8 @@ class Bucket:
             if local.data_ptr() != part.data_ptr():
                 local.copy_(part.view(local.shape))
             set_gradient(parameter, gradient if parameter.grad is None else gradient.add_(parameter.grad))
+            if self._given:
+                setattr(gradient, _AVERAGED, True)
 
 
 @torch.no_grad()
@@ -160,9 +193,10 @@ def sum_gradients(
     runs: list[list[nn.Parameter]],
     group: Any,
     scale: float = 1.0,
-    names: Mapping[int, str] | None = None,
+    names: Mapping[nn.Parameter, str] = MappingProxyType({}),
     dtype: torch.dtype | None = None,
     early: Sequence[Bucket] = (),
+    owners: Owners = MappingProxyType({}),
 ) -> dict[nn.Parameter, torch.dtype]:
     """Scale and all-reduce gradients; return parameter -> dtype for parameters with a gradient on some rank.
 
@@ -172,9 +206,10 @@ def sum_gradients(
     Args:
         runs: Lists of parameters, identical on all ranks; a buffer holds parameters of one list.
         scale: The factor of the gradients, applied before the sum to avoid an overflow in fp16.
-        names: ``id(parameter)`` -> name, for the error.
+        names: Parameter -> name, for the error.
         dtype: The dtype in which half-precision gradients are scaled and summed; by default their dtype.
         early: The buckets of the group that have started already.
+        owners: The owners of parameters whose gradients only one rank gets. Gradients it has averaged before raise.
     """
     parameters = [parameter for run in runs for parameter in run]
     trained = [int(parameter.requires_grad) for parameter in parameters]
@@ -184,15 +219,21 @@ def sum_gradients(
     dtypes = {parameter: bucket.dtype for bucket in early for parameter in bucket.parameters}
     had = {parameter for bucket in early for parameter in bucket.sent}
     sent = [int(parameter in had) for parameter in parameters] if early else []
-    largest, smallest = extremes([*trained, *kinds, *sent], group)
+    again = any(b.again for b in early) or any(hasattr(p.grad, _AVERAGED) for p in parameters if p in owners)
+    largest, smallest = extremes([*trained, *kinds, *sent, *([int(again)] if owners else ())], group)
     count = len(parameters)
     mixed = [p for p, high, low in zip(parameters, largest, smallest, strict=False) if high != low]
     if mixed:
-        name = (names or {}).get(id(mixed[0]), f"a parameter of shape {list(mixed[0].shape)}")
+        name = names.get(mixed[0], f"a parameter of shape {list(mixed[0].shape)}")
         raise ConsistencyError(
             f"{name} is frozen (requires_grad=False) on only some of the ranks {dist.get_process_group_ranks(group)} "
             f"({len(mixed)} such parameters).\n"
             "  Freeze and unfreeze the same weights on all data-parallel replicas."
+        )
+    if owners and largest[-1]:
+        raise ConsistencyError(
+            "gradients were averaged twice without zero_grad(); expected once per step with zero.reduce_scatter\n"
+            "  Average in the last backward of a step. Call zero_grad(set_to_none=True), the default, after the step."
         )
     found = {p: dtypes[p] for p, some in zip(parameters, largest[2 * count :], strict=False) if some}
     late: dict[nn.Parameter, torch.dtype] = {}
@@ -202,10 +243,10 @@ def sum_gradients(
             if parameter.grad is not None and parameter.grad.dtype != late[parameter]:
                 set_gradient(parameter, parameter.grad.to(late[parameter]))
     started: list[Bucket] = []
-    for bucket in _in_buckets(runs, late, group, scale, dtype):
+    for bucket in _in_buckets(runs, late, owners, group, scale, dtype):
         started.append(bucket.start())
-        if bucket.is_wide:  # one at a time, because the gradients stay in memory next to the buffer
-            started.pop().finish(late)
+        if bucket.is_wide or (owners and len(started) == _IN_FLIGHT):
+            started.pop(0).finish(late)  # because gradients stay in memory next to the buffer
     both = found | late
     for bucket in (*started, *early):
         bucket.finish(both)
@@ -221,13 +262,14 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _in_buckets(
-    runs: list[list[nn.Parameter]], dtypes: Mapping[nn.Parameter, torch.dtype], *how: Any
+    runs: list[list[nn.Parameter]], dtypes: Mapping[nn.Parameter, torch.dtype], owners: Owners, *how: Any
 ) -> Iterator[Bucket]:
     """Yield buckets of the parameters in ``dtypes``, last parameters of each run first; ``how``: args of Bucket."""
     for run in runs:
-        for dtype in dict.fromkeys(dtypes[p] for p in run if p in dtypes):
-            for bucket in buckets([p for p in reversed(run) if dtypes.get(p) == dtype]):
-                yield Bucket(bucket, dtype, *how)
+        kinds = {p: (dtypes[p], p in owners) for p in reversed(run) if p in dtypes}
+        for kind in dict.fromkeys(reversed(kinds.values())):
+            for bucket in buckets([p for p, its in kinds.items() if its == kind]):
+                yield Bucket(bucket, kind[0], owners, *how)
 
 
 _IN_FLIGHT = 4  # buckets that are broadcast at the same time
@@ -274,6 +316,7 @@ class ReplicaGradients:
     def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, failures: FailureLog) -> None:
         self._plan, self._stages, self._mpu, self._failures = plan, stages, mpu, failures
         self._early: list[tuple[int, list[str], torch.dtype]] = []  # axis, parameters and dtype of each bucket
+        self.owners: Callable[[], Owners] = dict  # with ``zero.reduce_scatter`` the method of the optimizer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGradients:
         return ReplicaGradients(self._plan, self._stages, self._mpu, self._failures)
@@ -288,10 +331,11 @@ class ReplicaGradients:
         own = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
         names = {parameter: name for name, parameter in own.items()}
         started: list[tuple[int, Bucket]] = []
+        owners = self.owners()
         for number, held, dtype in self._early if early else ():
             axis = self._axes[number]
-            if own.keys() >= set(held):
-                started.append((number, Bucket([own[name] for name in held], dtype, axis.group, 1 / axis.size)))
+            if own.keys() >= set(held) and len({own[name] in owners for name in held}) == 1:  # not of a new group
+                started.append((number, Bucket([own[name] for name in held], dtype, owners, axis.group, 1 / axis.size)))
         self._early = []  # until the replicas have agreed again
         waiting = deque(bucket for _, bucket in started)
         bucket_of = {parameter: bucket for bucket in waiting for parameter in bucket.parameters}
@@ -300,6 +344,8 @@ class ReplicaGradients:
         def start(when: Callable[[Bucket], bool]) -> None:
             while waiting and when(waiting[0]):
                 with self._blame(), self._failures.deadline():
+                    for _, bucket in started if owners else ():
+                        bucket.land(wait=False)
                     waiting.popleft().start()
 
         def arrived(parameter: nn.Parameter) -> None:
@@ -340,10 +386,9 @@ class ReplicaGradients:
         return self._failures.blame(what, self._mpu.dp_cp.ranks)
 
     def _end(self, model: nn.Module, names: dict[nn.Parameter, str], started: list[tuple[int, Bucket]]) -> None:
-        by_id = {id(parameter): name for parameter, name in names.items()}
         place = {parameter: number for number, parameter in enumerate(names)}
         alike = held_alike(model, self._plan, self._mpu)
-        following: list[tuple[int, Bucket]] = []
+        following, owners = list[tuple[int, Bucket]](), self.owners()
         for number, axis in enumerate(self._axes):
             if axis.size == 1 or (number == 1 and not self._plan.experts):
                 continue
@@ -351,9 +396,9 @@ class ReplicaGradients:
             runs, wide = runs_of([alone], alike), axis.reduce_dtype
             early = [bucket for at, bucket in started if at == number]
             both = [*runs, *runs_of(shared, alike)]
-            found = sum_gradients(both, axis.group, 1 / axis.size, by_id, wide, early)
+            found = sum_gradients(both, axis.group, 1 / axis.size, names, wide, early, owners)
             if not self._meets_in_a_backward(model, axis):
-                following += [(number, bucket) for bucket in _in_buckets(runs, found, axis.group, 1.0, wide)]
+                following += [(number, bucket) for bucket in _in_buckets(runs, found, owners, axis.group, 1.0, wide)]
         following.sort(key=lambda entry: -min(place[parameter] for parameter in entry[1].parameters))
         self._early = [(at, [names[p] for p in b.parameters], b.dtype) for at, b in following if not b.is_wide]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,7 @@ def tensor_norm(
     counted: frozenset[str],
     p: float,
     held: Iterable[torch.Tensor],
+    owners: Mapping[str, int] | None = None,
     *,
     of_stage: bool = False,
 ) -> torch.Tensor:
@@ -57,17 +58,19 @@ def tensor_norm(
         tensors: Parameter name -> gradient or weight.
         counted: The result of :func:`counted_here`.
         held: All parameters of this rank, for the dtype of the norm and to detect FSDP2.
+        owners: Parameter name -> the only rank of the replicas with its gradient; then a collective of all replicas.
         of_stage: True for the norm of this stage alone; then a collective of its ranks.
     """
     parts = []
     for name, tensor in tensors.items():
         canonical = plan.canonical(name)
-        if canonical in counted:
+        expert = canonical in plan.experts
+        if canonical in counted and (owners is None or owners[name] == (mpu.copies if expert else mpu.dp_cp).rank):
             layout = plan.tensors[canonical].layout
-            apart = isinstance(tensor, DTensor) and canonical not in plan.experts  # replicas hold different rows
+            apart = not expert and (owners is not None or isinstance(tensor, DTensor))  # replicas hold different rows
             parts += _parts(tensor, layout, mpu.tp if apart else mpu.shards, mpu.fsdp)
     held = list(held)
-    sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp x cp
+    sharded = owners is not None or any(isinstance(parameter, DTensor) for parameter in held)  # over dp x cp
     replica = mpu.shards if of_stage else mpu.shards_pp
     rows = mpu.copies if plan.experts else mpu.fsdp
     return _combine(parts, p, (replica, rows) if sharded else (replica,), mpu.device, held)
@@ -149,11 +152,14 @@ def _combine(
 class ReplicaNorm:
     """The norm over all ranks of one model replica; ``scaled``: True if gradients stay scaled until ``step()``."""
 
-    def __init__(self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, *, scaled: bool) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, *, scaled: bool, owned: bool = False
+    ) -> None:
+        self.owners: Callable[[], Mapping[torch.Tensor, int]] | None = None  # as of ReplicaGradients
         self.plan, self.mpu, self.failures, self.scaled = plan, mpu, failures, scaled
         self._model = weakref.ref(model)
         self._counted: frozenset[str] | None = None
-        if mpu.model.size > 1 or mpu.shards.size > 1:
+        if mpu.model.size > 1 or mpu.shards.size > 1 or owned:
             hold(self)  # for torch's clippers, accelerate and DeepSpeed
             listen(self)
 
@@ -196,13 +202,15 @@ class ReplicaNorm:
         if any(is_flat_parameter(parameter) for _, parameter in self._named()):
             refuse_flat()
         with self.failures.wait("the norm of the gradients", self.mpu.shards_pp.ranks):
-            held = dict(self._named())
+            held, of = dict(self._named()), None if self.owners is None else self.owners()
+            owners = None if of is None else {name: of.get(held[name], 0) for name in tensors}
+            how = (norm_type, held.values(), owners)
             if single:
                 counted = frozenset(map(self.plan.canonical, tensors))
-                return tensor_norm(tensors, self.plan, self.mpu, counted, norm_type, held.values(), of_stage=True)
+                return tensor_norm(tensors, self.plan, self.mpu, counted, *how, of_stage=True)
             if self._counted is None:
                 self._counted = counted_here(held, self.plan, self.mpu)
-            return tensor_norm(tensors, self.plan, self.mpu, self._counted, norm_type, held.values())
+            return tensor_norm(tensors, self.plan, self.mpu, self._counted, *how)
 
     def mine(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors that are parameters of the model or their gradients, by name."""
@@ -216,8 +224,7 @@ class ReplicaNorm:
 
     def made(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors that derive from shards of the model, such as copies, by parameter name."""
-        named = ((getattr(parameter, "autopar_shard", self), name) for name, parameter in self._named())
-        owners = {id(shard): name for shard, name in named}
+        owners = {id(getattr(parameter, "autopar_shard", self)): name for name, parameter in self._named()}
         found = ((owners.get(id(getattr(tensor, "autopar_shard", None))), tensor) for tensor in tensors)
         return {name: tensor for name, tensor in found if name is not None}
 

@@ -41,7 +41,7 @@ from autopar.distributed.digest import sums_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ConsistencyError
 from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan, TensorPlan
 
@@ -82,6 +82,7 @@ class ParallelStep:
         self.whole, self.muon = FullParameters(), MuonSteps()
         self.optimizer, self.model = optimizer, model
         self.sharded = config.zero_stage == 1 and mpu.dp_cp.size > 1  # ZeRO-1: a parameter has one owner
+        self.reduces = config.zero_reduce_scatter and self.sharded
         self.names: dict[torch.Tensor, str] = {}
         self._owners: dict[torch.Tensor, int | None] = {}  # None: every replica
         self._loads: dict[tuple[Axis, bool], list[int]] = {}
@@ -186,6 +187,11 @@ class ParallelStep:
             self.update()
         return self._owners[parameter]
 
+    def owners(self) -> dict[torch.Tensor, int]:
+        """Return the only ranks that have gradients after averaging; empty without ``zero.reduce_scatter``."""
+        self.update()
+        return {p: owner for p, owner in self._owners.items() if owner is not None} if self.reduces else {}
+
     def owns(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank owns ``parameter``, and so keeps its state and its fp32 weight."""
         return (owner := self.owner(parameter)) is None or owner == self.axis_of(parameter).rank
@@ -256,6 +262,7 @@ class ParallelStep:
     @torch.no_grad()
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.update()
+        self._refuse_unreduced()
         self._weights, self.muon.taken = {}, {}  # drop the tensors of a step that raised
         with self._together(range(self.mpu.world_size)):
             overflow = self._agree()
@@ -307,6 +314,16 @@ class ParallelStep:
             self.scale.update(self.step_was_skipped)
         self.publish()
 
+    def _refuse_unreduced(self) -> None:
+        """Raise ConsistencyError if this rank has a gradient that only its owner has after it is averaged."""
+        left = [self.names[p] for p in self.owners() if p.grad is not None and not self.owns(p)]
+        if left:
+            raise ConsistencyError(
+                "gradients were not averaged by autopar; expected only the owner's with zero.reduce_scatter\n"
+                f"  Rank {self.mpu.rank} has {len(left)} that it does not own, first of {left[0]}. Average with "
+                "autopar.average_in_backward(model)\n  or autopar.average_gradients(model), without a wrapper."
+            )
+
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
         """Limit the collectives of ``ranks`` in the block to ``pipeline.timeout``, and name the failed rank."""
@@ -342,7 +359,8 @@ class ParallelStep:
         if not self.max_norm:
             return 1 / scale
         gradients = {name: p.grad for p, name in self.names.items() if p.grad is not None}
-        self.gradient_norm = tensor_norm(gradients, self.plan, self.mpu, self.counted, 2.0, self.names) / scale
+        owners = {name: self.owner(p) or 0 for p, name in self.names.items()} if self.reduces else None
+        self.gradient_norm = tensor_norm(gradients, self.plan, self.mpu, self.counted, 2.0, self.names, owners) / scale
         return clip_factor(self.max_norm, self.gradient_norm) / scale
 
     def _stepped(self, multiplier: torch.Tensor | float) -> dict[torch.Tensor, torch.Tensor]:
@@ -366,20 +384,11 @@ class ParallelStep:
                 stepped[parameter] = parameter if weight is None else weight
         return stepped
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of :meth:`scale_loss`."""
-        return 1.0 if self.scale is None else self.scale.scale
-
-    @property
-    def skipped_steps(self) -> int:
-        """The number of skipped steps, including the run of a loaded checkpoint."""
-        return 0 if self.scale is None else self.scale.skipped
-
     def publish(self) -> None:
-        """Set the attributes for users on the optimizer."""
-        for name in SHOWN:
-            setattr(self.optimizer, name, getattr(self, name))
+        """Set the attributes for users on the optimizer, :data:`SHOWN`."""
+        scale, skipped = (1.0, 0) if self.scale is None else (self.scale.scale, self.scale.skipped)
+        shown = (scale, skipped, self.step_was_skipped, self.gradient_norm)
+        vars(self.optimizer).update(zip(SHOWN, shown, strict=True))
 
     def _indexed(self) -> dict[int, torch.Tensor]:
         """Return the parameters by their number in torch's state dict."""
@@ -467,7 +476,9 @@ class OptimizerProxy:
             if key in self.stepped:
                 state[self.stepped[key]] = entry
             elif key not in self._own:
-                state[key] = _copied(entry) if self.skips else entry
+                state[key] = entry
+                if self.skips and isinstance(entry, dict):
+                    state[key] = {name: x.clone() if torch.is_tensor(x) else x for name, x in entry.items()}
         return state
 
     def write_back(self) -> None:
@@ -501,9 +512,3 @@ class OptimizerProxy:
             for key in [key for key in self.plain.state if key not in self._own and key not in state]:
                 del self.plain.state[key]
             self.plain.state.update({parameters.get(key, key): entry for key, entry in state.items()})
-
-
-def _copied(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}

@@ -203,6 +203,7 @@ def agree_on_found(found: dict[torch.device, torch.Tensor], axis: Axis, device: 
     flag = torch.stack(flags).amax(0) if flags else torch.zeros(1, device=device)
     if axis.size > 1:
         all_reduce(flag, op=dist.ReduceOp.MAX, group=axis.group)
+    found.setdefault(device, flag)  # torch's scaler requires one, also on a rank without gradients
     for value in found.values():
         value.copy_(flag.view(value.shape))
 
@@ -224,6 +225,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._unscale_grads_(*args, **kwargs)  # device -> 1.0 if its gradients are not finite
+        reduces = getattr(getattr(args[0], "_autopar", None), "reduces", False)  # each gradient is on one replica
         with waiting(self._mpu, "autopar.GradScaler", self._mpu.model.ranks):
-            agree_on_found(found, self._mpu.model, self._mpu.device)
+            for axis in (self._mpu.model, self._mpu.dp_cp)[: 1 + reduces]:
+                agree_on_found(found, axis, self._mpu.device)
         return found

@@ -211,16 +211,16 @@ class StepCheck:
             )
         if progress.number < 0:
             progress.number, self._count = self._count, self._count + 1
-        pipeline: Any = getattr(vars(model).get("_autopar"), "pp", None)
-        if pipeline is not None and pipeline.unaveraged:
+        if getattr(getattr(vars(model).get("_autopar"), "pp", None), "unaveraged", False):
             raise ConsistencyError(
                 f"the gradients of the {replicas_in_words(self.mpu)} were not averaged: the last execute_pipeline "
                 "before step() ran inside no_sync.\n  Run the last execute_pipeline of a step outside of no_sync."
             )
         if self._comparison is not None:
-            scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # it may skip the step
+            own = getattr(optimizer, "_autopar", None)
+            apart, scaled = closure or getattr(own, "reduces", False), getattr(own, "scale", None) is not None
             with no_overrides():
-                self._comparison.compare(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
+                self._comparison.compare(type(optimizer).__name__, progress, closure=apart, scaled=scaled)
         progress.steps += 1
         self.made += 1
         if self.mpu.tp_cp.size > 1:

@@ -43,7 +43,7 @@ def _find(tensors: list[torch.Tensor]) -> tuple[_Given, list[torch.Tensor]]:
 
 
 def _empty_share() -> _Given:
-    staged = [one for one in listeners(ReplicaNorm) if one.mpu.pp.size > 1 and one.is_alive]
+    staged = [one for one in listeners(ReplicaNorm) if (one.owners or one.mpu.pp.size > 1) and one.is_alive]
     if len(staged) > 1:
         raise ConfigError(
             "clipping is ambiguous: this rank's stage holds none of the parameters, and "
@@ -137,7 +137,7 @@ def _check_factor(one: ReplicaNorm, factor: torch.Tensor) -> None:
 
 def _agree(one: ReplicaNorm, found: dict[torch.device, torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
     """Share an overflow on one rank with all ranks of the replica. A collective of the replica."""
-    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)  # FSDP2 over dp x cp
+    sharded = one.owners or any(isinstance(parameter, DTensor) for parameter in parameters)  # over dp x cp
     further = [one.mpu.dp_cp] if sharded else [one.mpu.shards] if one.plan.experts else []
     with one.failures.wait("torch.amp.GradScaler", one.mpu.model.ranks):
         for axis in (one.mpu.model, *further):

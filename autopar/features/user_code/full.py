@@ -65,7 +65,7 @@ def full_params(
         model: Model from ``initialize``, or a wrapper such as ``DistributedDataParallel`` around it.
         names: Names of parameters, or of modules for all their parameters. Default: all. Each rank needs memory for
             these full parameters in addition to its shards.
-        grads: True for full gradients too; a rank without a gradient contributes zeros. False hides gradients.
+        grads: True for full gradients too; missing ones are zeros. False or ``zero.reduce_scatter`` hides gradients.
 
     Yields:
         The model from ``initialize``.
@@ -83,7 +83,7 @@ def full_params(
         stage = state.config.zero_stage
         raise ConfigError(f"full_params is not supported with zero.stage {stage} (FSDP2)\n  Use module.unshard().")
     chosen = _chosen(state, names)
-    mpu, generators = state.mpu, Generators.now()
+    mpu, generators, grads = state.mpu, Generators.now(), grads and state.dp.norm.owners is None
     alone = mpu.world_size == mpu.shards.size
     with state.failures.wait("autopar.full_params", range(mpu.world_size)):
         held = _gather(model, state, chosen, grads)
