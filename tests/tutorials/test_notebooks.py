@@ -32,8 +32,7 @@ def numbers(notebook: Path) -> tuple[list[float], list[float], int]:
     outputs = [output for cell in json.loads(notebook.read_text())["cells"] for output in cell.get("outputs", [])]
     text = "".join("".join(output.get("text", "")) for output in outputs)
     losses, differences = re.findall(r"loss (\d+\.\d+)", text), DIFFERENCE.findall(text)
-    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
-    return [*map(float, losses)], [*map(float, differences)], pictures
+    return [*map(float, losses)], [*map(float, differences)], sum("image/png" in one.get("data", ()) for one in outputs)
 
 
 @pytest.mark.tier("all")
@@ -41,14 +40,13 @@ def numbers(notebook: Path) -> tuple[list[float], list[float], int]:
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_prints_its_stored_losses(name: str, tmp_path: Path) -> None:
     need_package("nbclient")
-    stored, folder = TUTORIALS / "notebooks" / name, tmp_path / "notebooks"
-    folder.mkdir()
+    stored = TUTORIALS / "notebooks" / name
+    copy = shutil.copytree(stored.parent, tmp_path / "notebooks") / name
     (tmp_path / "data").symlink_to(TUTORIALS / "data")
-    copy = Path(shutil.copy(stored, folder))
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / '.cache' / 'nbclient'}", "IPYTHONDIR": str(tmp_path)}
     paths["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun
     command, env = [sys.executable, "-c", EXECUTE, str(copy)], {**os.environ, **ENVIRONMENT, **paths}
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=env, cwd=copy.parent, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     if os.environ.get("UPDATE_DOCS"):
         shutil.copy(copy, stored)
@@ -59,5 +57,4 @@ def test_a_notebook_prints_its_stored_losses(name: str, tmp_path: Path) -> None:
 
 
 def test_the_readme_lists_every_notebook() -> None:
-    listed = re.findall(r"\(notebooks/(\w+\.ipynb)\)", (TUTORIALS / "README.md").read_text())
-    assert sorted(listed) == NOTEBOOKS
+    assert sorted(re.findall(r"\(notebooks/(\w+\.ipynb)\)", (TUTORIALS / "README.md").read_text())) == NOTEBOOKS
