@@ -26,6 +26,7 @@ DEEPSPEED := .cache/deepspeed/.installed
 TORCHAO := .cache/torchao/.installed
 COMPRESSED := .cache/compressed-tensors/.installed
 TRL := .cache/trl/.installed
+NBCLIENT := .cache/nbclient/.installed
 DOCS := .cache/docs/.installed
 BUILD_TOOLS := .cache/build-tools/.installed
 
@@ -51,6 +52,13 @@ TORCHAO_PACKAGES := torchao==0.18.0
 COMPRESSED_PACKAGES := compressed-tensors==0.20.0 loguru==0.7.3 $(PYDANTIC_PACKAGES)
 # TRL's trainers; what it imports is in .venv.
 TRL_PACKAGES := trl==1.16.0
+# nbclient executes the notebooks of the tutorials, with the kernel of Python; and what both import that .venv does not have.
+NBCLIENT_PACKAGES := nbclient==0.11.0 nbformat==5.11.1 ipykernel==7.4.0 asttokens==3.0.2 attrs==26.1.0 comm==0.2.3 \
+  executing==2.3.0 fastjsonschema==2.22.3 ipython==9.18.1 ipython-pygments-lexers==1.1.1 jedi==0.20.1 \
+  jsonschema==4.26.0 jsonschema-specifications==2025.9.1 jupyter-client==8.10.0 jupyter-core==5.9.1 \
+  matplotlib-inline==0.2.2 nest-asyncio2==1.7.4 parso==0.8.7 pexpect==4.9.0 prompt-toolkit==3.0.53 ptyprocess==0.7.0 \
+  pure-eval==0.2.4 pyzmq==27.3.0 referencing==0.37.0 rpds-py==2026.9.1 stack-data==0.6.3 tornado==6.6.1 \
+  traitlets==5.16.1 wcwidth==0.9.4
 # Sphinx, what it imports that .venv does not have, and the theme.
 DOCS_PACKAGES := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 accessible-pygments==0.0.5 alabaster==1.0.0 \
   babel==2.19.0 beautifulsoup4==4.15.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3 docutils==0.22.4 idna==3.20 \
@@ -133,6 +141,13 @@ $(TRL): $(VENV) Makefile
 	  { echo "error: could not download $(TRL_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
+$(NBCLIENT): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(NBCLIENT_PACKAGES) || \
+	  { echo "error: could not download nbclient: $(NBCLIENT_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
 $(DOCS): $(VENV) Makefile
 	@rm -rf $(@D)
 	@mkdir -p $(@D)
@@ -156,7 +171,7 @@ $(OLDEST) $(NEWEST): .cache/%/.installed: pyproject.toml | $(VENV)
 	  { echo "error: could not install the $* versions" >&2; exit 1; }
 	@touch $@
 
-fetch: real-models $(OLDEST) $(DEEPSPEED) $(TORCHAO) $(COMPRESSED) $(TRL) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
+fetch: real-models $(OLDEST) $(DEEPSPEED) $(TORCHAO) $(COMPRESSED) $(TRL) $(NBCLIENT) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
 
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py
