@@ -1,4 +1,4 @@
-"""A rehearsal counts what the planner plans: bytes over each axis, states, the most that is held."""
+"""A rehearsal counts what the planner plans: bytes over each axis, states, peaks; and the timeline of a step."""
 
 import json
 from dataclasses import replace
@@ -130,7 +130,6 @@ def test_bytes_and_states_are_the_planners(name: str) -> None:
 
 def times_are_the_planners(found: Rehearsal, estimate: Estimate, *, exact: bool) -> None:
     """Compare the seconds of tp and cp, of what overlap hides, and of the step, which is one of small operations."""
-    assert found.timeline is not None
     last = min(found.timeline.slots, key=lambda rank: found.timeline.spent(rank)["wait"])
     spent, parts = found.timeline.spent(last), dict(estimate.parts)
     for axis in ("tp", "cp"):
@@ -249,7 +248,7 @@ def test_the_file_for_perfetto() -> None:
     ("stage", "stages", "hides"), [(3, 1, True), (2, 1, True), (3, 2, True), (2, 2, False), (1, 1, False)]
 )
 def test_a_step_hides_what_the_planner_hides(stage: int, stages: int, hides: bool) -> None:
-    sizes = {"model_parallelism": {"pipeline_parallel_size": stages}, "zero": {"stage": stage}}
+    sizes = {"pp": stages, "zero": {"stage": stage}}
     timeline = Timeline({0: [Slot(0, 4, "compute", ""), Slot(4, 7, "dp", ""), Slot(7, 8, "tp", "")]})
     assert timeline.time == 8
     hidden = 3 - network.exposed(3, 4) if hides else 0.0

@@ -1,4 +1,4 @@
-"""Planted faults in the traces of four ranks, two stages of two tensor-parallel ranks: all are found, ranks named."""
+"""Planted faults in the traces of four ranks are found, with the ranks; processes that wait for each other."""
 
 import re
 from collections.abc import Callable, Iterator

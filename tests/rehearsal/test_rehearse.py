@@ -1,4 +1,4 @@
-"""``autopar.rehearse`` and its command: ranks of many, what is refused, a loop of the user's own with a fault."""
+"""``autopar.rehearse`` and its command: many ranks, models and configurations of users, and what is refused."""
 
 import json
 from collections.abc import Callable
@@ -185,7 +185,7 @@ def test_an_evaluation_of_the_first_replica_alone_is_no_fault() -> None:
 
 
 def test_states_that_are_handed_on() -> None:
-    found = autopar.rehearse(on_meta(mamba), {"model_parallelism": {"context_parallel_size": 4}}, 16, sequence=32)
+    found = autopar.rehearse(on_meta(mamba), {"cp": 4}, 16, sequence=32)
     assert found.problems == []
     assert {rank % 4 for rank in found.traces} == {0, 1, 2, 3}, "each rank waits for the one before it"
     steps = [[call for part, call in found.traces[rank] if part == "step"] for rank in range(4)]

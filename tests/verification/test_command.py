@@ -1,4 +1,4 @@
-"""``autopar verify``: what it refuses, before a model is built or a process started; and models of a script."""
+"""``autopar verify``: what it refuses before a process starts, models of a script, and its processes."""
 
 import gc
 import json

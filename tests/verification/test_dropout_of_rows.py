@@ -1,4 +1,4 @@
-"""Dropout over rows of sequences, heads and stages: drawn alike and apart as it must be; and what is found."""
+"""Verify dropout over sequence shards, heads and stages, and experts that replicas share."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Small models and batches for them: one model type for each thing that their configs and forwards need."""
+"""The parts of verify without ranks: small models and batches, distances, differences and reports."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What users do with a context-parallel model in their own loops: equal to the plain model."""
+"""What users do with a context-parallel model and its logits in their loops: equal to the reference model."""
 
 import copy
 import functools

@@ -19,23 +19,10 @@ from autopar.features.context_parallel.plan import plan_rows
 from autopar.features.context_parallel.recurrent.state_passing import HandedStates, States, own_arguments
 from autopar.layout import rows_layout
 from autopar.policy.match import find_policy
-from tests.features.context_parallel.test_exactness import (
-    batches,
-    made,
-    packed,
-    padded_left,
-    sizes,
-)
+from tests.features.context_parallel.test_exactness import KINDS, batches, made, packed, padded_left, sizes
 from tests.parity import check, close, language_batches
 from tests.pool import pooled
 from tests.random_models import Case, build
-
-KINDS = {
-    "gated delta": ("qwen3_next", "Qwen3NextForCausalLM"),
-    "short convolution": ("lfm2", "Lfm2ForCausalLM"),
-    "state space": ("bamba", "BambaForCausalLM"),
-    "rows that are read early": ("zaya", "ZayaForCausalLM"),
-}
 
 
 def one(name: str, **changes: Any) -> Callable[[], Any]:

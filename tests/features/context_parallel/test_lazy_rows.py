@@ -1,4 +1,4 @@
-"""Embeddings of own rows, before the block boundary: what is done to them, and who reads them."""
+"""Local sequences and heads, and their embeddings before the block boundary: operations and readers."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -156,27 +156,36 @@ def test_dropout_draws_for_own_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "head", "own"),
+    ("model_type", "head", "own", "full"),
     [
-        ("llama", "LlamaForCausalLM", {"embed_tokens"}),
-        ("gpt2", "GPT2LMHeadModel", {"wte", "wpe"}),
-        ("bert", "BertForMaskedLM", {"word_embeddings", "position_embeddings", "token_type_embeddings"}),
-        ("gemma3_text", "Gemma3ForCausalLM", {"embed_tokens"}),
-        ("t5", "T5ForConditionalGeneration", {"embed_tokens"}),
-        ("bart", "BartForConditionalGeneration", {"embed_tokens"}),
+        ("llama", "LlamaForCausalLM", {"embed_tokens"}, None),
+        ("gpt2", "GPT2LMHeadModel", {"wte", "wpe"}, None),
+        ("bert", "BertForMaskedLM", {"word_embeddings", "position_embeddings", "token_type_embeddings"}, None),
+        ("gemma3_text", "Gemma3ForCausalLM", {"embed_tokens"}, None),
+        ("t5", "T5ForConditionalGeneration", {"embed_tokens"}, None),
+        ("bart", "BartForConditionalGeneration", {"embed_tokens"}, None),
+        ("mamba", "MambaForCausalLM", None, {"mixer"}),
+        ("bloom", "BloomForCausalLM", None, {"self_attention"}),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", None, set()),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", None, {"self_attn"}),  # an indexer that looks at all rows
     ],
 )
-def test_the_rehearsal_finds_what_computes_own_rows(model_type: str, head: str, own: set[str]) -> None:
+def test_the_rehearsal_finds_what_computes_own_rows_and_what_needs_all(
+    model_type: str, head: str, own: set[str] | None, full: set[str] | None
+) -> None:
     model = build(Case(model_type, head), 6, 3)
     plan = plan_rows(model, find_policy(model), "", 2)
-    assert {path.rpartition(".")[2] for path in plan.own} == own
+    assert own is None or {path.rpartition(".")[2] for path in plan.own} == own
+    if full is not None:
+        assert {path.rpartition(".")[2] for path in plan.whole} == full
+        assert plan.through and plan.head == "lm_head"
 
 
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
 @pooled(world_size=2)
 def test_readers_in_a_model(make: Callable[..., Any]) -> None:
     """Hooks of adapters, noise and readers; hidden states; embeddings that are given; all at once with the loss."""
-    plain, parallel = make().train(), autopar.initialize(make(), {"model_parallelism": {"context_parallel_size": 2}})
+    plain, parallel = make().train(), autopar.initialize(make(), {"cp": 2})
     parallel.train()
     batch = language_batches(131, count=1, seq=9)[0]
     kept: dict[Any, list[torch.Tensor]] = {plain: [], parallel: []}

@@ -1,4 +1,4 @@
-"""What does not go with context parallelism raises, with what to use instead: docs/long-sequences.md."""
+"""What does not work with context parallelism raises, with what to use instead; user hooks."""
 
 import copy
 from dataclasses import replace
@@ -26,7 +26,7 @@ from tests.worlds import raises_everywhere
 
 
 def test_compile_and_modules_of_ones_own_and_all_rows_under_sequence_parallelism() -> None:
-    config = {"model_parallelism": {"context_parallel_size": 2}, "compile": {"enable": True}}
+    config = {"cp": 2, "compile": {"enable": True}}
     with pytest.raises(ConfigError, match="context_parallel_size=2 is not supported with compile"):
         ParallelConfig.parse(config)
     with pytest.raises(ConfigError, match="does not fit Linear: the model must be a Hugging Face model"):
@@ -76,7 +76,7 @@ def test_logits_that_one_rank_reads_alone_raise_but_for_an_evaluation() -> None:
 
     ids = torch.arange(8).view(1, 8)
     expected = llama().eval()(ids).logits
-    model = autopar.initialize(llama(), {"model_parallelism": {"context_parallel_size": 2}})
+    model = autopar.initialize(llama(), {"cp": 2})
     training = [model(ids, labels=ids, use_cache=False)]
     with torch.inference_mode():
         alone = [model(ids, use_cache=False), model(ids, labels=ids, use_cache=False)]
@@ -121,22 +121,6 @@ def test_a_length_that_tells_rows_apart_may_be_longer_than_the_model_takes() -> 
     words = "context_parallel_size=4 does not fit GPTNeoForCausalLM: no sequence length up to 8 differs from all"
     with pytest.raises(ConfigError, match=words):
         plan_rows(model, find_policy(model), "", 4)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "head", "whole"),
-    [
-        ("mamba", "MambaForCausalLM", {"mixer"}),
-        ("bloom", "BloomForCausalLM", {"self_attention"}),
-        ("qwen3_moe", "Qwen3MoeForCausalLM", set()),
-        ("deepseek_v32", "DeepseekV32ForCausalLM", {"self_attn"}),  # an indexer that looks at all rows
-    ],
-)
-def test_what_mixes_rows_gets_all_of_them(model_type: str, head: str, whole: set[str]) -> None:
-    model = build(Case(model_type, head), 6, 3)
-    plan = plan_rows(model, find_policy(model), "", 2)
-    assert {path.rpartition(".")[2] for path in plan.whole} == whole
-    assert plan.through and plan.head == "lm_head"
 
 
 KINDS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")

@@ -1,4 +1,4 @@
-"""expert_parallel_size: whole experts on ranks, tokens that travel; the plain model's numbers, and what is refused."""
+"""Experts over tensor-parallel ranks, and the auxiliary loss of routers: equal to the reference model, and refusals."""
 
 import copy
 import importlib
@@ -130,18 +130,30 @@ def test_ranks_without_a_token_and_tokens_that_do_not_divide() -> None:
 
 
 @pooled(world_size=2)
-def test_the_size_of_the_config_reaches_the_plan() -> None:
+def test_sizes_that_do_not_fit_and_a_mixture_without_the_feature() -> None:
     with pytest.raises(ConfigError, match="this model has no experts"):
         autopar.initialize(llama(), by_expert(2))
     with pytest.raises(ConfigError, match=r"that divides 2 x 1 replicas = 2: 1, 2 fit here$"):
         autopar.initialize(mixtral(), {"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 4}})
 
+    plain = routed()
+    with mock.patch.object(registry, "features", tuple):
+        with pytest.raises(autopar.ConfigError) as raised:
+            autopar.initialize(plain, {})
+        model = autopar.initialize(plain, {"tp": 2})
+        loss = model(**batch_of(0, 1)).loss
+    assert str(raised.value) == (
+        "the auxiliary loss of the routers of MixtralForCausalLM over 2 replicas needs the feature 'experts', which is "
+        "not installed.\n  Installed: none. Restore the folder autopar/features/experts."
+    )
+    torch.testing.assert_close(loss, routed()(**batch_of(0, 1)).loss)
 
-_PATCH = "transformers.models.routed.modeling_mixtral.load_balancing_loss_func"
+
+_PATCH = "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"
 
 
 def routed() -> Any:
-    return mixtures.routed(4, vocab_size=131, output_router_logits=True, router_aux_loss_coef=0.1).train()
+    return mixtures.mixtral(4, vocab_size=131, output_router_logits=True, router_aux_loss_coef=0.1).train()
 
 
 def batch_of(step: int, replicas: int) -> dict[str, torch.Tensor]:
@@ -232,11 +244,11 @@ def test_the_trainer_adds_it_once(tmp_path: Path) -> None:
 
 
 def test_which_losses_are_known_and_a_rule_without_the_feature() -> None:
-    names = ("routed", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "jetmoe", "nllb_moe", "doge")
+    names = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "jetmoe", "nllb_moe", "doge")
     known = {name: importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in names}
     found = {name for name, module in known.items() if is_switch_loss(module.load_balancing_loss_func)}
     assert found == {*known} - {"doge"}
-    assert balancing_module(routed()) is known["routed"]
+    assert balancing_module(routed()) is known["mixtral"]
     assert balancing_module(torch.nn.Linear(1, 1)) is None
 
     plans = ModelPlans.of(routed())
@@ -245,18 +257,3 @@ def test_which_losses_are_known_and_a_rule_without_the_feature() -> None:
         pytest.raises(autopar.ConfigError, match=r"the rule 'by_expert' \(.*yaml:\d+\) needs the feature 'experts'"),
     ):
         plans.tensors(2, experts=2)
-
-
-@pooled(world_size=2)
-def test_without_the_feature_a_mixture_is_sharded_over_two_and_refused_on_two_replicas() -> None:
-    plain = routed()
-    with mock.patch.object(registry, "features", tuple):
-        with pytest.raises(autopar.ConfigError) as raised:
-            autopar.initialize(plain, {})
-        model = autopar.initialize(plain, {"tp": 2})
-        loss = model(**batch_of(0, 1)).loss
-    assert str(raised.value) == (
-        "the auxiliary loss of the routers of MixtralForCausalLM over 2 replicas needs the feature 'experts', which is "
-        "not installed.\n  Installed: none. Restore the folder autopar/features/experts."
-    )
-    torch.testing.assert_close(loss, routed()(**batch_of(0, 1)).loss)

@@ -1,4 +1,4 @@
-"""expert_parallel_size above tensor_parallel_size: experts of several replicas; one process with the whole batch."""
+"""Experts of several replicas, also with ZeRO-3: equal to one process with the whole batch."""
 
 import copy
 from pathlib import Path

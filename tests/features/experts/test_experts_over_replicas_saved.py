@@ -1,4 +1,4 @@
-"""Experts of several replicas in files: checkpoints of any mesh, Hugging Face's folder, torch's own checkpoints."""
+"""Experts of several replicas in files of all kinds, and what is refused with them."""
 
 import copy
 from pathlib import Path

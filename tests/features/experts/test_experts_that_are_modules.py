@@ -1,4 +1,4 @@
-"""expert_parallel_size of experts that are modules in a list: one process with the whole batch, in fp64."""
+"""Experts that are modules in a list, and every model type with experts: equal to one process, in fp64."""
 
 import copy
 from typing import Any

@@ -81,7 +81,7 @@ def generated(model: Any, way: dict[str, Any], assistant: Any = None) -> list[in
 def test_ways_to_generate() -> None:
     whole = grouped()
     plain = {name: generated(whole, way, drafter() if "assistant_model" in way else None) for name, way in WAYS.items()}
-    parallel = autopar.initialize(drafter(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    parallel = autopar.initialize(drafter(), {"tp": 2})
     for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
         model = autopar.initialize(grouped(), {"model_parallelism": sizes})
         for name, way in WAYS.items():

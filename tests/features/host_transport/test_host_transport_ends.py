@@ -1,4 +1,4 @@
-"""The end of shared memory between ranks: given back, refused to forks, and what ranks learn of those that are gone."""
+"""When shared memory carries the collectives, and its end: given back, refused to forks, failed ranks."""
 
 import mmap
 import os
@@ -112,9 +112,6 @@ def test_a_fork_of_a_rank_is_no_rank() -> None:
     assert torch.equal(collectives.reduce(torch.ones(4), shm), total)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 @pooled(world_size=3)
 def test_ranks_in_different_collectives_learn_it() -> None:
     for case in range(3):
@@ -144,7 +141,7 @@ def gone_from(mpu: MPU) -> None:
 
 
 @pooled(world_size=2)
-def test_a_rank_that_does_not_come_in_time_is_named() -> None:
+def test_a_rank_that_does_not_come_or_is_interrupted_ends_the_collective_of_all() -> None:
     mpu = MPU(2, cpu_transport="shm")
     log = FailureLog(mpu, 1)
     other = 1 - dist.get_rank()
@@ -159,9 +156,6 @@ def test_a_rank_that_does_not_come_in_time_is_named() -> None:
         gone_from(mpu)
     dist.barrier()
 
-
-@pooled(world_size=2)
-def test_an_interrupt_ends_the_collective_of_all() -> None:
     mpu = MPU(2, cpu_transport="shm")
     if dist.get_rank() == 0:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)

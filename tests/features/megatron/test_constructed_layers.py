@@ -147,9 +147,7 @@ def test_an_mlp_as_in_megatron() -> None:
     assert not hasattr(down.bias, "tensor_model_parallel")
     torch.manual_seed(5)
     sequential = nn.Sequential(
-        ColumnParallelLinear(6, 7, group=mpu),
-        nn.ReLU(),
-        RowParallelLinear(7, 3, input_is_parallel=True, group=mpu),
+        ColumnParallelLinear(6, 7, group=mpu), nn.ReLU(), RowParallelLinear(7, 3, input_is_parallel=True, group=mpu)
     )
     torch.manual_seed(5)
     plain = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 3))
@@ -189,7 +187,7 @@ def test_classes_and_marks_of_layers_that_initialize_swapped() -> None:
     assert not isinstance(block.mlp.down_proj, ColumnParallelLinear)
     assert isinstance(model.get_input_embeddings(), VocabParallelEmbedding)
 
-    model = autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    model = autopar.initialize(gpt2(), {"tp": 2})
     block = model.transformer.h[0]
     for _ in range(2):
         fused, row, norm = block.attn.c_attn.weight, block.attn.c_proj.weight, block.ln_1.weight
@@ -199,6 +197,15 @@ def test_classes_and_marks_of_layers_that_initialize_swapped() -> None:
         model.to(torch.float64)
     plain = autopar.deparallelize(model)
     assert not any(hasattr(parameter, name) for parameter in plain.parameters() for name in NAMES)
+
+    ids = torch.arange(12).view(2, 6)
+    for build in (llama, lambda: llama(num_key_value_heads=1), gpt2):
+        for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+            plain, model = build().train(), autopar.initialize(build().train(), {"model_parallelism": sizes})
+            plain(ids, labels=ids).loss.backward()
+            model.execute_pipeline({"input_ids": ids, "labels": ids})
+            true = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+            torch.testing.assert_close(norm_by_marks(model), true, rtol=1e-5, atol=0)
 
 
 NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated")
@@ -215,15 +222,3 @@ def norm_by_marks(model: Any) -> torch.Tensor:
     total = sum(gradient.square().sum() for gradient in counted) + torch.zeros(())
     dist.all_reduce(total)  # one replica is the world
     return total.sqrt()
-
-
-@pooled(world_size=2)
-def test_a_norm_by_the_marks_is_the_plain_one() -> None:
-    ids = torch.arange(12).view(2, 6)
-    for build in (llama, lambda: llama(num_key_value_heads=1), gpt2):
-        for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
-            plain, model = build().train(), autopar.initialize(build().train(), {"model_parallelism": sizes})
-            plain(ids, labels=ids).loss.backward()
-            model.execute_pipeline({"input_ids": ids, "labels": ids})
-            true = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
-            torch.testing.assert_close(norm_by_marks(model), true, rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""Adapters that come after ``initialize``: the initial values, and then the training, of one process."""
+"""Adapters after ``initialize``, what PEFT offers on sharded ones, and what is refused by its name."""
 
 import copy
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
-TP = {"model_parallelism": {"tensor_parallel_size": 2}}
+TP = {"tp": 2}
 
 
 def _config(**changes: Any) -> Any:
@@ -108,7 +108,7 @@ def test_get_peft_model_on_a_parallelized_model(tmp_path: Path):
 def test_other_models_and_what_is_refused():
     with raises_everywhere(ConfigError, "add_adapter expected a PeftModel, got GPT2LMHeadModel", "get_peft_model"):
         add_adapter(gpt2(), "second", _config())
-    staged = autopar.initialize(llama(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+    staged = autopar.initialize(llama(), {"pp": 2})
     torch.manual_seed(5)
     staged = get_peft_model(staged, _config())
     torch.manual_seed(5)

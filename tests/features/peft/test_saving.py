@@ -1,4 +1,4 @@
-"""Adapters of a parallelized model in PEFT's own files, read by plain PEFT; checkpoints that hold them, on any mesh."""
+"""Adapters in PEFT's own files and in checkpoints of any mesh; adapters of a model without memory."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ def _files(folder: Path) -> dict[str, Any]:
 @pooled(world_size=2)
 def test_files_are_those_of_peft(tmp_path: Path):
     plain = two_adapters()
-    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
     for folder in ("through peft", "plain"):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "README.md").write_text("---\ntags: [mine]\n---\nA card of the user's.\n")
@@ -71,12 +71,12 @@ def test_files_are_those_of_peft(tmp_path: Path):
 
 
 @pooled(world_size=2)
-def test_merged_adapters_are_saved_with_the_weights(tmp_path: Path):
+def test_merged_adapters_are_saved_with_the_weights_and_what_saving_refuses(tmp_path: Path):
     """In place, without the whole model on a rank; experts are written one by one, as on the hub."""
     case = next(case for case in cases("mixtral") if kind(case.head) == "causal")
     for number, build_plain in enumerate((phi3, lambda: build(case, 6, 3))):
         plain = with_lora(build_plain(), target_modules="all-linear")
-        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+        model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
         folder = tmp_path / str(number)
         with pytest.raises(
             CheckpointError,
@@ -90,6 +90,26 @@ def test_merged_adapters_are_saved_with_the_weights(tmp_path: Path):
             again = type(merged).from_pretrained(folder)
             for name, weight in merged.state_dict().items():
                 close(again.state_dict()[name], weight, name)
+
+    size = {"tp": 2}
+    model = autopar.initialize(with_lora(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True), size)
+    with pytest.raises(CheckpointError, match=r"adapter_only=True is not supported with merge_checkpoints=True"):
+        model.save_parallelized(tmp_path / "x", adapter_only=True, merge_checkpoints=True)
+    with pytest.raises(CheckpointError, match=r"save_pretrained of a parallelized model does not support state_dict="):
+        model.save_pretrained(tmp_path / "x", state_dict={"a": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"selected_adapters=\['other'\] must be adapters of the model: default"):
+        model.save_pretrained(tmp_path / "x", selected_adapters=["other"])
+    with pytest.raises(ConfigError, match=r"push_to_hub: this rank holds only its shards of PeftModel"):
+        model.push_to_hub("nobody/nothing")
+    with pytest.raises(ConfigError, match=r"save_pretrained: this rank holds only its shards of GPT2LMHeadModel"):
+        model.get_base_model().save_pretrained(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    plain = autopar.initialize(gpt2(), size)
+    with pytest.raises(CheckpointError, match=r"got GPT2LMHeadModel, which contains none.*\n.*get_peft_model before"):
+        plain.save_parallelized(tmp_path / "x", adapter_only=True)
+    staged = autopar.initialize(gpt2(), {"pp": 2})
+    with pytest.raises(ConfigError, match=r"PEFT cannot add adapters(.|\n)*integrations\.get_peft_model"):
+        peft.get_peft_model(staged, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
 
 
 def _adam(model: Any) -> Any:
@@ -123,7 +143,7 @@ def test_checkpoints_of_adapted_models_load_on_any_mesh(tmp_path: Path):
         for parameter in model.parameters():
             parameter.data.zero_()
         optimizer = _adam(model.train())
-        model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": tp}})
+        model = autopar.initialize(model, {"tp": tp})
         model.from_parallelized(tmp_path / "stages", optimizer=optimizer)
         weights = whole_of(model, dict(model.named_parameters()))
         for name, parameter in plain.named_parameters():
@@ -143,29 +163,6 @@ def test_checkpoints_of_adapted_models_load_on_any_mesh(tmp_path: Path):
             merge_checkpoint(tmp_path / "stages", tmp_path / "merged")
 
 
-@pooled(world_size=2)
-def test_what_saving_refuses(tmp_path: Path):
-    size = {"model_parallelism": {"tensor_parallel_size": 2}}
-    model = autopar.initialize(with_lora(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True), size)
-    with pytest.raises(CheckpointError, match=r"adapter_only=True is not supported with merge_checkpoints=True"):
-        model.save_parallelized(tmp_path / "x", adapter_only=True, merge_checkpoints=True)
-    with pytest.raises(CheckpointError, match=r"save_pretrained of a parallelized model does not support state_dict="):
-        model.save_pretrained(tmp_path / "x", state_dict={"a": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"selected_adapters=\['other'\] must be adapters of the model: default"):
-        model.save_pretrained(tmp_path / "x", selected_adapters=["other"])
-    with pytest.raises(ConfigError, match=r"push_to_hub: this rank holds only its shards of PeftModel"):
-        model.push_to_hub("nobody/nothing")
-    with pytest.raises(ConfigError, match=r"save_pretrained: this rank holds only its shards of GPT2LMHeadModel"):
-        model.get_base_model().save_pretrained(tmp_path / "x")
-    assert not (tmp_path / "x").exists()
-    plain = autopar.initialize(gpt2(), size)
-    with pytest.raises(CheckpointError, match=r"got GPT2LMHeadModel, which contains none.*\n.*get_peft_model before"):
-        plain.save_parallelized(tmp_path / "x", adapter_only=True)
-    staged = autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
-    with pytest.raises(ConfigError, match=r"PEFT cannot add adapters(.|\n)*integrations\.get_peft_model"):
-        peft.get_peft_model(staged, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
-
-
 _Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -182,7 +179,7 @@ def _lazy(folder: Path, inside: bool, **settings: Any) -> Any:
 @pooled(world_size=2)
 def test_adapters_begin_as_peft_begins(tmp_path: Path, inside: bool):
     by_rank_0(llama().save_pretrained)(tmp_path)
-    size = {"model_parallelism": {"tensor_parallel_size": 2}}
+    size = {"tp": 2}
     with pytest.raises(ConfigError, match=r"adapter 'default' at .*embed_tokens is initialized by False.*\n.*True"):
         autopar.initialize(_lazy(tmp_path, inside, init_lora_weights=False), size)
     if not inside:  # values are for a model that has memory
@@ -211,7 +208,7 @@ def test_adapters_begin_as_peft_begins(tmp_path: Path, inside: bool):
 def test_zero_3_keeps_rows_of_the_same_adapters(tmp_path: Path):
     by_rank_0(llama().save_pretrained)(tmp_path)
     models = []
-    for config in ({"model_parallelism": {"tensor_parallel_size": 1}}, {"zero": {"stage": 3}}):
+    for config in ({"tp": 1}, {"zero": {"stage": 3}}):
         torch.manual_seed(4)
         models.append(autopar.initialize(_lazy(tmp_path, inside=True, modules_to_save=["lm_head"]), config))
     for (name, mine), whole in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
@@ -222,7 +219,7 @@ def test_zero_3_keeps_rows_of_the_same_adapters(tmp_path: Path):
 
 @pooled(world_size=2)
 def test_files_of_an_adapter_are_for_a_parallelized_model(tmp_path: Path):
-    base, folder, size = tmp_path / "base", tmp_path / "adapter", {"model_parallelism": {"tensor_parallel_size": 2}}
+    base, folder, size = tmp_path / "base", tmp_path / "adapter", {"tp": 2}
     if dist.get_rank() == 0:
         llama().save_pretrained(base)
         with_lora(LlamaForCausalLM.from_pretrained(base)).save_pretrained(folder)

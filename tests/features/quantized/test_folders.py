@@ -1,4 +1,4 @@
-"""Folders that are quantized already: each rank reads its part of the packed bytes, as if the whole had been cut."""
+"""Quantized weights that are loaded in shards, from any folder, and what else is done with such models."""
 
 import contextlib
 import copy
@@ -129,11 +129,9 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         ({f"{name}.absmax": None, f"{name}.quant_map": None}, f"does not hold {name} as bitsandbytes nf4"),
         ({f"{name}.absmax": torch.zeros(7, dtype=torch.uint8)}, "for a weight of [320, 192], got [7]"),
     ):
-        if dist.get_rank() == 0:
-            files = load_file(tmp_path / FILE)
-            kept = {key: value for key, value in (files | change).items() if value is not None}
-            save_file(kept, tmp_path / FILE, {"format": "pt"})
-        dist.barrier()
+        files = by_rank_0(load_file)(tmp_path / FILE)
+        kept = {key: value for key, value in (files | change).items() if value is not None}
+        by_rank_0(save_file)(kept, tmp_path / FILE, {"format": "pt"})
         with raises_everywhere(CheckpointError, said):
             autopar.from_pretrained(AutoModelForCausalLM, tmp_path, {"tp": 2})
         by_rank_0(save_file)(files, tmp_path / FILE, {"format": "pt"})

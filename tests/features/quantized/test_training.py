@@ -203,7 +203,7 @@ def halves(batch: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.T
 
 
 @pooled(world_size=2)
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals_and_layers_inside_a_region(tmp_path: Path) -> None:
     model = autopar.initialize(adapted("nf4"), {"tp": 2})
     with raises_everywhere(
         CheckpointError, "merge_checkpoints=True would leave out 14 quantized weights, such as base_"
@@ -218,6 +218,12 @@ def test_refusals(tmp_path: Path) -> None:
     staged = autopar.initialize(adapted("nf4"), {"pp": 2})
     with raises_everywhere(ConfigError, "deparallelize is not supported with quantized weights"):
         autopar.deparallelize(staged)
+
+    check_region("nf4")
+    text = "does not fit mlp.down_proj.weight: its weight (bitsandbytes int8) is 'sharded' inside a region, where ranks"
+    sizes = "would hold [160, 160] of 320 inputs with one scale (policy dict:bloc"
+    with raises_everywhere(ConfigError, text, sizes, "Use a 'row' rule, quantize it in 4 bits, or exclude it from"):
+        check_region("int8")
 
 
 def test_sizes_that_do_not_fit() -> None:
@@ -247,12 +253,3 @@ def check_region(form: str) -> None:
     batch = batches(1)[0]
     close(model(**batch).loss, plain(**batch).loss, "loss")
     assert model.model.layers[0].mlp.down_proj.in_features < 320
-
-
-@pooled(world_size=2)
-def test_layers_inside_a_region() -> None:
-    check_region("nf4")
-    text = "does not fit mlp.down_proj.weight: its weight (bitsandbytes int8) is 'sharded' inside a region, where ranks"
-    sizes = "would hold [160, 160] of 320 inputs with one scale (policy dict:bloc"
-    with raises_everywhere(ConfigError, text, sizes, "Use a 'row' rule, quantize it in 4 bits, or exclude it from"):
-        check_region("int8")

@@ -1,4 +1,4 @@
-"""Checkpoints with their quantized weights: written by ranks and stages, merged, and read on any mesh."""
+"""Checkpoints with quantized weights, and checkpoints that transformers dequantizes while it loads them."""
 
 import contextlib
 import dataclasses

@@ -55,15 +55,25 @@ def test_ragged_lengths_are_those_of_the_plain_model() -> None:
 
 
 @pooled(world_size=4)
-def test_as_many_tokens_as_ranks_and_fewer() -> None:
+def test_four_ranks_stages_and_replicas() -> None:
     check(gpt2, batches_of(3), 4, config=sizes(4)).mpu.destroy()  # the first is whole, of the second each has one
+
+    for schedule, make in (("zero-bubble", lambda: gpt2(n_layer=4)), ("1f1b", t5)):
+        config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"schedule": schedule, "num_microbatches": 2}}
+        check_pipeline(make, batches_of(7), tp=2, pp=2, **config).mpu.destroy()
+
+    compare(lambda: llama().double(), {"zero": {"stage": 3}, **sizes(2)})[0].mpu.destroy()
 
 
 @pooled(world_size=2)
-def test_an_encoder_and_a_decoder_have_rows_of_their_own_lengths() -> None:
+def test_rows_of_encoders_and_decoders_and_modules_that_mix_rows() -> None:
     batch = {**batches_of(7)[0], "decoder_input_ids": torch.arange(10).view(2, 5)}
     batch["labels"] = batch["decoder_input_ids"] + 1
     check(t5, [batch, *batches_of(16)], 2, config=sizes(2)).mpu.destroy()
+
+    model = check(_shifted, language_batches(131), 2, config=sizes(2))
+    plan = model._autopar.features["sequence_parallel"]
+    assert set(plan.wholes) == {f"model.layers.{n}.post_attention_layernorm" for n in range(2)}
 
 
 @pooled(world_size=2)
@@ -131,24 +141,12 @@ def test_experts_that_tokens_travel_to() -> None:
         check(with_routers, batches_of(7), 2, config=config).mpu.destroy()
 
 
-@pooled(world_size=4)
-def test_pipeline_stages() -> None:
-    for schedule, make in (("zero-bubble", lambda: gpt2(n_layer=4)), ("1f1b", t5)):
-        config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"schedule": schedule, "num_microbatches": 2}}
-        check_pipeline(make, batches_of(7), tp=2, pp=2, **config).mpu.destroy()
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_replicas_under_ddp_and_a_sharded_optimizer() -> None:
     for zero in ({"enable": False}, {"stage": 1}):
         model, *_ = train(2, llama, OPTIMIZERS["adamw"], 2, zero=zero, **sizes(2))
         model.mpu.destroy()
-
-
-@pooled(world_size=4)
-def test_fully_sharded() -> None:
-    compare(lambda: llama().double(), {"zero": {"stage": 3}, **sizes(2)})[0].mpu.destroy()
 
 
 @pytest.mark.tier("test")
@@ -163,9 +161,6 @@ def test_a_copy_has_rows_of_its_own() -> None:
         assert torch.equal(parameter.grad, copied.grad), name
     found = [{id(each.rows_state) for each in one.modules() if hasattr(each, "rows_state")} for one in both]
     assert [len(each) for each in found] == [1, 1] and not found[0] & found[1]
-
-
-# -- random draws -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.tier("test")
@@ -232,13 +227,6 @@ def _shifted() -> nn.Module:
     for layer in model.model.layers:
         layer.post_attention_layernorm = Shifted(layer.post_attention_layernorm)
     return model
-
-
-@pooled(world_size=2)
-def test_a_module_that_mixes_rows_computes_with_whole_sequences() -> None:
-    model = check(_shifted, language_batches(131), 2, config=sizes(2))
-    plan = model._autopar.features["sequence_parallel"]
-    assert set(plan.wholes) == {f"model.layers.{n}.post_attention_layernorm" for n in range(2)}
 
 
 @pooled(world_size=2)

@@ -13,11 +13,12 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_full_backward_hook,
 )
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_gradients
+from tests.features.experts.mixtures import mixtral
 from tests.parity import close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -155,8 +156,7 @@ SP = {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True
 
 @pytest.mark.tier("test", only=("tp-gate", "tp-down", "sp-block", "sp-gate"))
 @pytest.mark.parametrize(
-    ("mesh", "place"),
-    [*(("tp", place) for place in PLACES), *(("sp", place) for place in PLACES if place != "head")],
+    ("mesh", "place"), [*(("tp", place) for place in PLACES), *(("sp", place) for place in PLACES if place != "head")]
 )
 @pooled(world_size=2)
 def test_a_hook_at_any_place_is_as_on_the_plain_model(mesh: str, place: str) -> None:
@@ -276,22 +276,8 @@ def test_gradients_of_hidden_states_are_the_plain_models_where_blocks_have_all_r
 
 @pooled(world_size=2)
 def test_the_activation_of_experts_whose_features_are_sharded() -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    plain = MixtralForCausalLM(MixtralConfig(num_hidden_layers=2, vocab_size=31, num_local_experts=4, **sizes)).train()
-    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
-    ids, found = torch.arange(12).view(2, 6), []
-    for each in (plain, model):
-        seen: list[torch.Tensor] = []
-        scale = nn.Parameter(torch.linspace(0, 1, 32))
-        for block in each.model.layers:
-            activation = block.mlp.experts.act_fn
-            activation.register_forward_hook(lambda _, __, out, s=scale: out * s)
-            activation.register_full_backward_hook(lambda _, __, out, to=seen: to.append(out[0].square().sum()))
-        loss = each(input_ids=ids, labels=ids).loss
-        loss.backward()
-        found.append((loss, scale.grad, torch.stack(seen).sum()))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+    places = [f"model.layers.{number}.mlp.experts.act_fn" for number in range(2)]
+    as_plain(lambda: mixtral(4, vocab_size=131), places, {"tp": 2})
 
 
 KEPT = {
