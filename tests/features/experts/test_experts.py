@@ -194,7 +194,7 @@ def test_it_is_that_of_one_process_with_all_batches(sizes: dict[str, int]) -> No
 
 
 @pooled(world_size=2)
-def test_that_of_each_replica_and_of_two_models() -> None:
+def test_that_of_each_replica_is_another_one() -> None:
     plain = routed()
     model = autopar.initialize(copy.deepcopy(plain), {"loss": {"router_aux": "replica"}})
     whole, own = batch_of(0, 2), slice(2 * model.mpu.dp.rank, 2 * model.mpu.dp.rank + 2)
@@ -203,6 +203,9 @@ def test_that_of_each_replica_and_of_two_models() -> None:
     autopar.average_gradients(model)
     assert worst(model, plain) > 1e-2
 
+
+@pooled(world_size=2)
+def test_two_models_share_a_patch_until_both_are_gone() -> None:
     first, second = (autopar.initialize(routed(), {}) for _ in range(2))
     assert [patch.name for patch in autopar.patches() if patch.name == _PATCH] == [_PATCH]
     autopar.deparallelize(first)

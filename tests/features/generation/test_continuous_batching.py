@@ -73,7 +73,7 @@ def compare(model: Any, plain: Any, replica: int, prompts: list[list[int]], *way
 
 
 @pooled(world_size=2)
-def test_generate_batch() -> None:
+def test_generate_batch_and_requests_that_differ() -> None:
     model = autopar.initialize(grouped(), {"tp": 2})
     plain, moved = grouped(), []
     moves = OffloadingManager.offload_requests
@@ -85,6 +85,15 @@ def test_generate_batch() -> None:
         ids = torch.tensor([PROMPTS[1]])
         alone = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert generated(model)[1][1] == alone[0, 7:].tolist()
+
+    rank = dist.get_rank()
+    with pytest.raises(ConsistencyError, match=r"generate_batch of 5 prompts"):
+        generated(model, PROMPTS[rank:])
+    with pytest.raises(ConsistencyError, match=r"generate_batch of 6 prompts"):
+        generated(model, max_new_tokens=12 + rank)
+    with pytest.raises(ConsistencyError, match=r"init_continuous_batching \(with settings"):
+        model.init_continuous_batching(asked(), cache(page_size=4 + 4 * rank))
+    assert generated(model) == generated(grouped())
 
 
 @pooled(world_size=2)
@@ -212,18 +221,6 @@ def test_ranks_leave_together() -> None:
 
     found = served(model, give, wanted=0 if rank else len(PROMPTS))
     assert found == ({} if rank else due)
-
-
-@pooled(world_size=2)
-def test_requests_that_differ_raise() -> None:
-    model, rank = autopar.initialize(grouped(), {"tp": 2}), dist.get_rank()
-    with pytest.raises(ConsistencyError, match=r"generate_batch of 5 prompts"):
-        generated(model, PROMPTS[rank:])
-    with pytest.raises(ConsistencyError, match=r"generate_batch of 6 prompts"):
-        generated(model, max_new_tokens=12 + rank)
-    with pytest.raises(ConsistencyError, match=r"init_continuous_batching \(with settings"):
-        model.init_continuous_batching(asked(), cache(page_size=4 + 4 * rank))
-    assert generated(model) == generated(grouped())
 
 
 def no_memory(*_: Any, **__: Any) -> None:

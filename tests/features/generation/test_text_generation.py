@@ -28,29 +28,6 @@ def grouped() -> Any:
     return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1).eval()
 
 
-@pooled(world_size=2)
-def test_pipelines_and_streamers() -> None:
-    words, plain = tokenizer(), grouped()
-    asked = ["w5 w6 w7", "w9 w3"]
-    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    expected = transformers.pipeline("text-generation", model=plain, tokenizer=words)(asked, **settings)
-    ids = words(asked[0], return_tensors="pt")["input_ids"]
-    whole = words.decode(plain.generate(ids, **settings)[0])
-    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
-        model = autopar.initialize(grouped(), {"model_parallelism": sizes})
-        made = transformers.pipeline("text-generation", model=model, tokenizer=words)
-        assert made(asked, **settings) == expected
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            model.generate(ids, streamer=transformers.TextStreamer(words), **settings)
-        assert printed.getvalue() == (whole + "\n" if dist.get_rank() == 0 else "")
-        program = transformers.TextIteratorStreamer(words)
-        model.generate(ids, streamer=program, **settings)
-        assert "".join(program) == whole  # on every rank
-        served = transformers.TextIteratorStreamer(words) if dist.get_rank() == 0 else None  # a server's client
-        model.generate(ids, streamer=served, **settings)
-        assert served is None or "".join(served) == whole
-
-
 def drafter() -> Any:
     """A smaller model of the same vocabulary, which guesses."""
     return llama(1, num_hidden_layers=1).eval()
@@ -78,19 +55,31 @@ def generated(model: Any, way: dict[str, Any], assistant: Any = None) -> list[in
 
 
 @pooled(world_size=2)
-def test_ways_to_generate() -> None:
-    whole = grouped()
-    plain = {name: generated(whole, way, drafter() if "assistant_model" in way else None) for name, way in WAYS.items()}
+def test_pipelines_streamers_and_ways_to_generate() -> None:
+    words, plain, asked = tokenizer(), grouped(), ["w5 w6 w7", "w9 w3"]
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    expected = transformers.pipeline("text-generation", model=plain, tokenizer=words)(asked, **settings)
+    ids = words(asked[0], return_tensors="pt")["input_ids"]
+    text = words.decode(plain.generate(ids, **settings)[0])
+    due = {name: generated(plain, way, drafter() if "assistant_model" in way else None) for name, way in WAYS.items()}
     parallel = autopar.initialize(drafter(), {"tp": 2})
-    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
-        model = autopar.initialize(grouped(), {"model_parallelism": sizes})
+    for config in ({"tp": 2}, {"pp": 2}):
+        model = autopar.initialize(grouped(), config)
+        made = transformers.pipeline("text-generation", model=model, tokenizer=words)
+        assert made(asked, **settings) == expected
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            model.generate(ids, streamer=transformers.TextStreamer(words), **settings)
+        assert printed.getvalue() == (text + "\n" if dist.get_rank() == 0 else "")
+        program = transformers.TextIteratorStreamer(words)
+        model.generate(ids, streamer=program, **settings)
+        assert "".join(program) == text  # on every rank
+        served = transformers.TextIteratorStreamer(words) if dist.get_rank() == 0 else None  # a server's client
+        model.generate(ids, streamer=served, **settings)
+        assert served is None or "".join(served) == text
         for name, way in WAYS.items():
-            if "assistant_model" not in way:
-                assert generated(model, way) == plain[name], (name, sizes)
-                continue
-            assert generated(model, way, drafter()) == plain[name], (name, sizes)
-            assert generated(model, way, parallel) == plain[name], (name, sizes)
-    assert generated(whole, WAYS["assisted"], parallel) == plain["assisted"]
+            for assistant in (drafter(), parallel) if "assistant_model" in way else (None,):
+                assert generated(model, way, assistant) == due[name], (name, config)
+    assert generated(plain, WAYS["assisted"], parallel) == due["assisted"]
 
 
 class Rows(transformers.StoppingCriteria):
