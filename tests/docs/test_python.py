@@ -101,8 +101,7 @@ def test_launching(tmp_path: Path) -> None:
 @distributed(world_size=2)
 def test_quantized(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    from tests.features.quantized.folders import write_fp8
-    from tests.features.quantized.models import quantized, write
+    from tests.features.quantized.models import quantized, write, write_fp8
 
     if dist.get_rank() == 0:
         write(tmp_path / "base")

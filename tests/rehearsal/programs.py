@@ -7,17 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
 
 from tests.random_models import Case as RandomCase, build as random_model, cases, kind
 
@@ -34,18 +27,18 @@ SMALL: dict[str, Any] = {
 
 def llama() -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SMALL))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
 
 
 def mixtral() -> Any:
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=8))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, num_local_experts=8))
 
 
 def mamba() -> Any:
     torch.manual_seed(0)
     small: dict[str, Any] = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}
-    return Mamba2ForCausalLM(Mamba2Config(**small, num_hidden_layers=4, vocab_size=64))
+    return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**small, num_hidden_layers=4, vocab_size=64))
 
 
 @dataclass(frozen=True)

@@ -125,15 +125,12 @@ def test_a_right_loop_is_matched(loop: Loop) -> None:
 
 
 @pytest.mark.tier("test")
-def test_what_a_root_tells_is_known_to_ranks_that_are_rehearsed_later() -> None:
+def test_what_a_root_tells_is_known_later_and_prints_are_seen(capfd: pytest.CaptureFixture[str]) -> None:
     found = rehearsed(settings_of_rank_0, {"tp": 2}, 64)
     assert found.problems == [] and len(found.traces) == 3
     later = [call for part, call in found.traces[63] if part == "step" and call.kind == "all_reduce"]
     assert len(later) == 3
 
-
-@pytest.mark.tier("test")
-def test_prints_of_a_loop_are_seen(capfd: pytest.CaptureFixture[str]) -> None:
     rehearsed(lambda *_: print(f"step of rank {rank()}"))
     shown = capfd.readouterr().out
     assert all(f"step of rank {place}" in shown for place in range(4))

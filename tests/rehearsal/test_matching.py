@@ -1,14 +1,15 @@
-"""Planted faults in the traces of four ranks, two stages of two tensor-parallel ranks: all are found, ranks named."""
+"""Planted faults in the traces of four ranks are found, with the ranks; processes that wait for each other."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import autopar
-from autopar.tools.rehearsal.matching import differences, stuck
+from autopar.tools.rehearsal.matching import blocked_calls, differences, stuck
+from autopar.tools.rehearsal.simulated_ranks import DeadlockDetector
 from autopar.tools.rehearsal.trace import Call, Group
 from tests.rehearsal.programs import CASES, config_of
 
@@ -138,8 +139,6 @@ def test_ranks_that_wait_for_each_other_for_ever(traces: Traces) -> None:
         "rank 1 waits in recv from rank 0",
     ]
 
-
-def test_messages_that_cross_wait_for_ever_over_nccl_in_one_group() -> None:
     group = Group("pp forward up", (0, 1))
     send, recv = (Call(kind, group, ((4,),), "float32", peer=1) for kind in ("send", "recv"))
     crossed = {0: [send, recv], 1: [call._replace(peer=0) for call in (send, recv)]}
@@ -150,8 +149,17 @@ def test_messages_that_cross_wait_for_ever_over_nccl_in_one_group() -> None:
     apart[1] = [apart[1][0], recv._replace(peer=0)]
     assert stuck(apart, in_order=True) == []
 
+    tp, dp = Group("tp", (0, 1)), Group("dp", (0, 1))
+    one, two = (Call("all_reduce", group, ((4,),), "float32", where=f"train.py:{7}") for group in (tp, dp))
+    assert list(differences({0: [one, two], 1: [two, one]}, lambda ranks: ranks)) == []
+    lines = stuck({0: [one, two], 1: [two, one]})
+    assert lines == [
+        "rank 0 waits in all_reduce over tp [4] float32\n    train.py:7",
+        "rank 1 waits in all_reduce over dp [4] float32\n    train.py:7",
+    ]
 
-def test_messages_are_received_in_the_order_of_sending_over_nccl() -> None:
+
+def test_messages_in_another_order_and_rows_that_nobody_takes() -> None:
     group = Group("pp forward up", (0, 1))
     first, second = (Call("send", group, ((4,),), "float32", peer=1, tag=tag, where=f"a.py:{tag}") for tag in (1, 2))
     taken = [call._replace(kind="recv", peer=0, where=f"b.py:{call.tag}") for call in (second, first)]
@@ -163,22 +171,41 @@ def test_messages_are_received_in_the_order_of_sending_over_nccl() -> None:
     control = [call._replace(group=group._replace(name="pp control")) for call in (first, second, *taken)]
     assert list(differences({0: control[:2], 1: control[2:]}, lambda ranks: ranks)) == [], "over gloo on GPUs, too"
 
-
-def test_collectives_of_two_axes_in_another_order_wait_for_ever() -> None:
-    tp, dp = Group("tp", (0, 1)), Group("dp", (0, 1))
-    one, two = (Call("all_reduce", group, ((4,),), "float32", where=f"train.py:{7}") for group in (tp, dp))
-    assert list(differences({0: [one, two], 1: [two, one]}, lambda ranks: ranks)) == []
-    lines = stuck({0: [one, two], 1: [two, one]})
-    assert lines == [
-        "rank 0 waits in all_reduce over tp [4] float32\n    train.py:7",
-        "rank 1 waits in all_reduce over dp [4] float32\n    train.py:7",
-    ]
-
-
-def test_rows_of_an_all_to_all_that_nobody_takes() -> None:
     group = Group("ep", (0, 1))
     call = Call("all_to_all", group, ((4, 8),), "float32", ((3, 1), (3, 2)), where="experts.py:71")
     other = call._replace(splits=((2, 2), (2, 2)))
     [line] = differences({0: [call], 1: [other]}, lambda ranks: ranks)
     assert line.startswith("collective 0 over ep [0, 1]: rank 0 sends 1 rows to rank 1, which expects 2\n")
     assert list(differences({0: [call], 1: [call._replace(splits=((2, 2), (1, 2)))]}, lambda ranks: ranks)) == []
+
+
+def test_a_deadlock_and_who_is_named_first() -> None:
+    deadlock = DeadlockDetector([0, 4, 8])
+    with deadlock.waits(0), deadlock.waits(4):
+        assert not deadlock.detected(), "8 still runs"
+        with deadlock.waits(8):
+            assert deadlock.detected()
+            deadlock.sends(8)
+            assert not deadlock.detected(), "a message is in transit"
+            deadlock.takes(4)
+            assert deadlock.detected()
+
+    deadlock = DeadlockDetector([0, 1])
+
+    class Looked(list[int]):
+        def __iter__(self) -> Iterator[int]:  # behind the first look at the counts, while 1 is seen to wait
+            deadlock.sends(0)
+            deadlock.takes(1)
+            return super().__iter__()
+
+    deadlock._waiting = Looked([1, 1])  # type: ignore[assignment]
+    assert not deadlock.detected()
+
+    one, other = (
+        Call(kind, Group("world", (0, 1, 2)), ((3,),), "float32", where="a.py:1") for kind in ("barrier", "gather")
+    )
+    assert blocked_calls({0: one, 1: other, 2: one}) == [
+        "rank 1 waits in gather over world [3] float32\n    a.py:1",
+        "ranks 0, 2 wait in barrier over world [3] float32\n    a.py:1",
+    ]
+    assert blocked_calls({}) == []

@@ -1,6 +1,7 @@
-"""``autopar.rehearse`` and its command: ranks of many, what is refused, a loop of the user's own with a fault."""
+"""``autopar.rehearse`` and its command: many ranks, models and configurations of users, and what is refused."""
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,21 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
 from autopar.errors import ConfigError
+from autopar.tools.commands.models import add_lora
 from autopar.tools.compat.fake_world import SHARDS_OF_DTENSORS, World, fake_world, once_for_equal_tensors
 from tests.rehearsal.programs import SMALL, llama, mamba, mixtral, of_type
 from tests.tiers import mainly
@@ -175,17 +185,12 @@ def test_an_evaluation_of_the_first_replica_alone_is_no_fault() -> None:
 
 
 def test_states_that_are_handed_on() -> None:
-    found = autopar.rehearse(on_meta(mamba), {"model_parallelism": {"context_parallel_size": 4}}, 16, sequence=32)
+    found = autopar.rehearse(on_meta(mamba), {"cp": 4}, 16, sequence=32)
     assert found.problems == []
     assert {rank % 4 for rank in found.traces} == {0, 1, 2, 3}, "each rank waits for the one before it"
     steps = [[call for part, call in found.traces[rank] if part == "step"] for rank in range(4)]
     kinds = [[call.kind for call in calls if not call.control] for calls in steps]
     assert [(each.count("send"), each.count("recv")) for each in kinds] == [(8, 8), (16, 16), (16, 16), (8, 8)]
-
-
-def test_a_config_that_does_not_fit_the_world() -> None:
-    with pytest.raises(ConfigError, match="8"):
-        autopar.rehearse(on_meta(llama), {"tp": 8}, 12)
 
 
 @pytest.mark.tier("test")
@@ -207,15 +212,16 @@ def test_the_timeline_is_written(tmp_path: Path) -> None:
     assert " s per step without overlap; ranks wait for " in result.output and "peak memory: " in result.output
 
 
-def test_without_a_gpu_there_is_no_timeline(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"The rehearsal has no timeline.\n  .*rehearse\(..., gpu='h100'\)"):
         autopar.rehearse(on_meta(llama), {"tp": 2}, 2, sequence=16).write_timeline(tmp_path / "step.json")
 
-
-def test_replicas_that_the_sizes_do_not_leave() -> None:
     result = CliRunner().invoke(app, ["rehearse", "gpt2", "--gpus", "16", "--tp", "2", "--dp", "4"])
     assert result.exit_code == 1
     assert "--dp must be 8 with the other sizes on 16 GPUs; got 4" in result.stderr
+
+    with pytest.raises(ConfigError, match="8"):
+        autopar.rehearse(on_meta(llama), {"tp": 8}, 12)
 
 
 def test_equal_tensors_of_a_list_are_sharded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,3 +246,116 @@ def test_equal_tensors_of_a_list_are_sharded_once(monkeypatch: pytest.MonkeyPatc
         assert [each.to_local().sum().item() for each in made] == [76, 114, 76, 76]
         torch._foreach_mul_(made, [1.0, 1.0, 2.0, 1.0])
         assert lengths[1:] == [[3, 3]], "numbers differ, too"
+
+
+BERT_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
+WITHOUT_LABELS: dict[str, Callable[[], Any]] = {
+    "encoder": lambda: BertModel(BertConfig(**BERT_SIZES, vocab_size=256)),
+    "classes of samples": lambda: BertForSequenceClassification(BertConfig(**BERT_SIZES, vocab_size=256)),
+    "images": lambda: ViTForImageClassification(ViTConfig(**BERT_SIZES, image_size=32, patch_size=8)),
+}
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("name", mainly("images", *sorted(set(WITHOUT_LABELS) - {"images"})))
+@pytest.mark.parametrize("config", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=["tp", "tp x pp"])
+def test_a_model_without_labels_of_tokens_learns_its_mean(name: str, config: dict[str, Any]) -> None:
+    found = autopar.rehearse(on_meta(WITHOUT_LABELS[name]), config, 4, sequence=16)
+    assert found.problems == []
+    assert any(part == "step" and "backward" in call.where for part, call in found.traces[0])
+
+
+def frozen_blocks() -> Any:
+    model = llama()
+    model.model.embed_tokens.requires_grad_(False)
+    for block in model.model.layers[:2]:
+        block.requires_grad_(False)
+    return model
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("gpu", [None, "h100"])
+def test_frozen_blocks_of_fsdp2(gpu: str | None) -> None:
+    found = autopar.rehearse(on_meta(frozen_blocks), {"zero": {"stage": 3}}, 4, sequence=16, gpu=gpu)
+    assert found.problems == []
+    assert [call.kind for part, call in found.traces[0] if part == "step"].count("reduce_scatter") == 3
+
+
+@pytest.mark.tier("all")
+def test_shards_on_the_cpu_send_what_others_do() -> None:
+    both = [
+        autopar.rehearse(on_meta(llama), {"zero": {"stage": 2, "cpu_offload": offload}}, 4, sequence=16)
+        for offload in (False, True)
+    ]
+    assert both[0].problems == both[1].problems == [] and both[0].traffic == both[1].traffic
+
+
+@pytest.mark.tier("test")
+def test_tensors_that_travel_as_bytes_are_counted() -> None:
+    def mixed() -> Any:
+        model = llama().to(torch.bfloat16).requires_grad_(False)
+        for block in model.model.layers:
+            block.input_layernorm.float().requires_grad_(True)
+        return model
+
+    found = autopar.rehearse(on_meta(mixed), {"zero": {"stage": 3}}, 4, sequence=16)
+    gathered = [call for part, call in found.traces[0] if (part, call.kind) == ("step", "all_gather")]
+    as_bytes = [call for call in gathered if call.dtype == "uint8"]
+    assert as_bytes, "torch gathers two dtypes of a block as bytes"
+    assert found.traffic["dp"].calls >= len(gathered)
+    assert found.traffic["dp"].bytes > sum(3 * call.bytes for call in as_bytes)
+
+
+@pytest.mark.tier("test")
+def test_options_of_muon_and_an_optimizer_of_your_own() -> None:
+    config = {"tp": 2, "optimizer": {"full_matrix": "sharded"}}
+    found = autopar.rehearse(on_meta(llama), config, 4, sequence=16, optimizer="muon")
+    whole = autopar.rehearse(on_meta(llama), {"tp": 2}, 4, sequence=16, optimizer="muon")
+    exchanged = [call for part, call in whole.traces[0] if (part, call.kind) == ("step", "all_to_all")]
+    assert found.problems == whole.problems == []
+    assert exchanged and found.calls("step") != whole.calls("step")
+
+    def own(parameters: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    found = autopar.rehearse(on_meta(llama), {"tp": 2}, 4, sequence=16, gpu="h100", optimizer=own)
+    assert found.problems == []
+    assert found.held[0].optimizer < found.held[0].weights / 4, "SGD keeps no state, AdamW twice the weights"
+
+
+@pytest.mark.tier("all")
+def test_adapters_of_experts() -> None:
+    config = {"tp": 2, "precision": {"dtype": "bf16"}}
+    found = autopar.rehearse(add_lora(on_meta(mixtral), 4), config, 4, sequence=16, gpu="h100")
+    assert found.problems == []
+    assert 0 < found.held[0].gradients < found.held[0].weights / 4, "the base is frozen"
+
+
+_ATTENTION_ALONE = """
+extends: [fragments/decoder, fragments/decoder_heads, fragments/attention_qkvo, fragments/norms_before]
+match: {model_type: llama}
+blocks:
+  modules: {mlp.gate_proj: replicated, mlp.up_proj: replicated, mlp.down_proj: replicated}
+"""
+
+
+@pytest.mark.tier("test")
+def test_the_policy_of_a_config_is_the_one_that_is_rehearsed(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(_ATTENTION_ALONE)
+    own = autopar.rehearse(on_meta(llama), {"tp": 2, "policy": str(tmp_path / "policy.yaml")}, 2, sequence=16)
+    usual = autopar.rehearse(on_meta(llama), {"tp": 2}, 2, sequence=16)
+    assert own.problems == usual.problems == []
+    assert usual.calls("step") - own.calls("step") == 2 * 4 * 2, "a sum in each MLP, forward and backward, of two ranks"
+
+
+@pytest.mark.parametrize("sizes", [{"world": 0}, {"batch": -1}, {"sequence": 0}, {"gpus_per_node": 0}])
+def test_sizes_that_do_not_fit(sizes: dict[str, int], tmp_path: Path) -> None:
+    given = {"world": 4, **sizes}
+    ((name, size),) = sizes.items()
+    with pytest.raises(ConfigError, match=f"rehearse: {name} must be at least [01]; got {size}"):
+        autopar.rehearse(on_meta(llama), {"tp": 2}, given.pop("world"), **given)

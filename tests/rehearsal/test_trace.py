@@ -63,18 +63,13 @@ def test_ranks_that_part_are_named_with_their_lines(tmp_path: Path) -> None:
     assert any(call.where.startswith("autopar/distributed/collectives.py") for call in calls)
 
 
-def test_a_folder_without_traces(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["trace", str(tmp_path)])
-    assert result.exit_code == 1
-    assert f"has no traces (rank-N.jsonl). Start the job with AUTOPAR_TRACE={tmp_path}" in result.stderr
-
-
 def line(rank: int, kind: str = "all_reduce", ranks: Sequence[int] = (0, 1), peer: int = -1, size: int = 3) -> str:
     group = ["world" if len(ranks) > 2 else "tp", list(ranks)]
     return json.dumps([kind, group, [[size]], "float32", [], peer, 0, f"train.py:{10 + rank}", False]) + "\n"
 
 
 def write(folder: Path, lines: Mapping[int, Sequence[str]], world: int = 0, job: str = "") -> None:
+    folder.mkdir(exist_ok=True)
     head = json.dumps({"world": world, "job": job}) + "\n" if world else ""
     for rank, own in lines.items():
         (folder / f"rank-{rank}.jsonl").write_text(head + "".join(own))
@@ -88,47 +83,48 @@ def told(folder: Path) -> tuple[int, str]:
 ENDS_WELL = "all collectives and messages match, and all ranks finish\n"
 
 
-def test_a_line_that_is_not_finished_is_not_read(tmp_path: Path) -> None:
-    write(tmp_path, {rank: [line(rank)] for rank in (0, 1)})
-    with (tmp_path / "rank-1.jsonl").open("a") as file:
+def test_what_is_told_of_written_traces(tmp_path: Path) -> None:
+    folder = tmp_path / "lines"
+    write(folder, {rank: [line(rank)] for rank in (0, 1)})
+    with (folder / "rank-1.jsonl").open("a") as file:
         file.write(line(1)[:30])
-    (tmp_path / "rank-0 (copy).jsonl").write_text("no trace")
-    assert told(tmp_path) == (0, "2 ranks, 1 calls each\n" + ENDS_WELL)
-    write(tmp_path, {0: ["[1, 2\n"]})
-    code, output = told(tmp_path)
+    (folder / "rank-0 (copy).jsonl").write_text("no trace")
+    assert told(folder) == (0, "2 ranks, 1 calls each\n" + ENDS_WELL)
+    write(folder, {0: ["[1, 2\n"]})
+    code, output = told(folder)
     assert code == 1 and "rank-0.jsonl:1 is not a line of a trace: '[1, 2'" in output
 
-
-def test_a_rank_without_a_trace_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "missing"
     ranks = (0, 1, 2, 3)
-    write(tmp_path, {rank: [line(rank, ranks=ranks)] for rank in (1, 3)})
+    write(folder, {rank: [line(rank, ranks=ranks)] for rank in (1, 3)})
     expected = "2 ranks, 1 calls each\nno trace of rank 0, 2: only the other ranks are compared\n"
-    assert told(tmp_path) == (1, expected + ENDS_WELL)
+    assert told(folder) == (1, expected + ENDS_WELL)
 
-
-def test_traces_of_another_job_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, {rank: [line(rank)] for rank in range(4)}, world=4, job="first")
-    write(tmp_path, {rank: [line(rank)] for rank in range(2)}, world=2, job="second")
-    code, output = told(tmp_path)
+    folder = tmp_path / "jobs"
+    write(folder, {rank: [line(rank)] for rank in range(4)}, world=4, job="first")
+    write(folder, {rank: [line(rank)] for rank in range(2)}, world=2, job="second")
+    code, output = told(folder)
     assert code == 1
     assert "rank-0.jsonl of 2 ranks (job second), rank-2.jsonl of 4 ranks (job first)" in output
 
-
-def test_who_ended_is_told_before_who_waits(tmp_path: Path) -> None:
-    write(tmp_path, {0: [line(0), line(0)], 1: [line(1)]})
-    code, output = told(tmp_path)
+    folder = tmp_path / "ends"
+    write(folder, {0: [line(0), line(0)], 1: [line(1)]})
+    code, output = told(folder)
     assert code == 1
     assert output.splitlines()[1] == "rank 1 ended after all_reduce over tp [3] float32"
     assert "rank 0 waits in all_reduce over tp [3] float32" in output
 
-
-def test_ranks_that_post_a_receive_before_they_send_come_to_an_end(tmp_path: Path) -> None:
+    folder = tmp_path / "ring"
     ring = {rank: [line(rank, "recv", peer=1 - rank), line(rank, "send", peer=1 - rank)] for rank in (0, 1)}
-    write(tmp_path, ring)
-    assert told(tmp_path) == (0, "2 ranks, 2 calls each\n" + ENDS_WELL)
-    write(tmp_path, {0: ring[0], 1: ring[1][:1]})
-    code, output = told(tmp_path)
+    write(folder, ring)
+    assert told(folder) == (0, "2 ranks, 2 calls each\n" + ENDS_WELL)
+    write(folder, {0: ring[0], 1: ring[1][:1]})
+    code, output = told(folder)
     assert code == 1 and "rank 0 waits in recv from rank 1 over tp [3] float32\n    train.py:10" in output
+
+    result = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert result.exit_code == 1
+    assert f"has no traces (rank-N.jsonl). Start the job with AUTOPAR_TRACE={tmp_path}" in result.stderr
 
 
 def test_an_attempt_of_an_elastic_job_has_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -167,4 +163,3 @@ def test_a_rank_that_traces_alone_takes_no_other_way() -> None:
         mpu.destroy()
     mpu = MPU(tensor_parallel_size=2, cpu_transport="shm")
     assert mpu.tp.transport is not None
-    mpu.destroy()

@@ -201,13 +201,11 @@ def decay(session: Session, stack: ExitStack) -> None:
 
 def own_rows_only(session: Session, stack: ExitStack) -> None:
     """Keys and values of the other rank are those of this one."""
-    original = session.parallel
 
     def gathered(x: torch.Tensor, axis: Any, dim: int, layout: Any = None, *more: Any) -> torch.Tensor:
         parts = [x if rank == axis.rank else x.detach() * 0 for rank in range(axis.size)]
         return layout.unshard(parts, dim)
 
-    assert original is not None
     stack.enter_context(patch("autopar.features.context_parallel.attention.gather_sum", gathered))
 
 

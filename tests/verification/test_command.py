@@ -1,16 +1,21 @@
-"""``autopar verify``: what it refuses, before a model is built or a process started; and models of a script."""
+"""``autopar verify``: what it refuses before a process starts, models of a script, and its processes."""
 
+import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from autopar.cli import app
 from autopar.config import ParallelConfig
-from autopar.tools.verification.verify import checks_of, verify_on_ranks
+from autopar.tools.verification.report import VerificationReport
+from autopar.tools.verification.verify import checks_of, run_on_ranks, verify_on_ranks
 from tests.pool import pooled
 from tests.random_models import batches, build, cases
+from tests.tiers import mainly
 
 
 @pytest.mark.parametrize(
@@ -82,3 +87,33 @@ def test_a_merged_checkpoint_with_the_names_in_memory_is_compared_with_those() -
     checks = checks_of(["save", "reshard"])
     report = verify_on_ranks(model, ParallelConfig.parse({"tp": 2}), None, batches(case, model.config), checks, None)
     assert report.ok and [row.what for row in report.rows if row.check == "save"] == ["merged checkpoint"], str(report)
+
+
+class Kept:
+    """Holds a process group, and itself: only the garbage collection ends it."""
+
+    def __init__(self, group: object) -> None:
+        self.group, self.own = group, self
+
+
+def collects(alarm: Callable[[VerificationReport], None]) -> str:
+    gc.collect()
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("alive", mainly(True, False, later="sweep"))
+def test_a_process_group_that_this_process_had_is_not_ended_by_its_forks(alive: bool, tmp_path: Path) -> None:
+    """Its end joins threads that a fork does not have."""
+    gc.disable()
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+        kept = Kept(dist.group.WORLD)
+        dist.destroy_process_group()
+        held = [kept] if alive else []
+        del kept
+        assert run_on_ranks(collects, 2, timeout=60) == "rank 0 of 2"
+        held.clear()
+        assert run_on_ranks(collects, 2, timeout=60) == "rank 0 of 2"
+    finally:
+        gc.enable()

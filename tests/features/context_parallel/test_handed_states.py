@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,34 +19,14 @@ from autopar.features.context_parallel.plan import plan_rows
 from autopar.features.context_parallel.recurrent.state_passing import HandedStates, States, own_arguments
 from autopar.layout import rows_layout
 from autopar.policy.match import find_policy
-from tests.features.context_parallel.test_exactness import (
-    batches,
-    labelled_on_one_rank,
-    made,
-    packed,
-    padded_left,
-    sizes,
-)
+from tests.features.context_parallel.test_exactness import KINDS, batches, made, packed, padded_left, sizes
 from tests.parity import check, close, language_batches
-from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
 from tests.random_models import Case, build
-
-KINDS = {
-    "gated delta": ("qwen3_next", "Qwen3NextForCausalLM"),
-    "short convolution": ("lfm2", "Lfm2ForCausalLM"),
-    "state space": ("bamba", "BambaForCausalLM"),
-    "rows that are read early": ("zaya", "ZayaForCausalLM"),
-}
 
 
 def one(name: str, **changes: Any) -> Callable[[], Any]:
     return functools.partial(made, *KINDS[name], **changes)
-
-
-def nine() -> list[dict[str, Any]]:
-    """Of four ranks some have fewer rows than a convolution looks back."""
-    return language_batches(131, count=1, seq=9)
 
 
 def handed(model_type: str, head: str) -> dict[str, HandedStates | None]:
@@ -64,8 +44,6 @@ def test_which_modules_hand_on_states() -> None:
     assert handed(*KINDS["state space"]) == {"BambaMixer": HandedStates("cache", 1, True)}
     assert handed(*KINDS["rows that are read early"]) == {"ZayaCCAProjection": HandedStates("cache", 0, False)}
 
-
-def test_a_scan_that_begins_at_zero_gets_all_rows() -> None:
     assert handed("mamba", "MambaForCausalLM") == {"MambaMixer": None}
     assert handed("bloom", "BloomForCausalLM") == {"BloomAttention": None}
 
@@ -77,9 +55,8 @@ def test_masks_and_lengths(name: str) -> None:
     """Odd lengths, padding on the left, documents, a rank without labels; also recomputed."""
     model = check(one(name), batches(), 1, config=sizes(2), step=False)
     assert in_runs(model)
-    model.mpu.destroy()
     config = {**sizes(2, "gather"), "activation_checkpointing": {"enable": True}}
-    check(one(name), batches()[1:3], 1, config=config, step=False).mpu.destroy()
+    check(one(name), batches()[1:3], 1, config=config, step=False)
 
 
 def in_runs(model: nn.Module) -> bool:
@@ -89,16 +66,6 @@ def in_runs(model: nn.Module) -> bool:
     given, taken = (any(each.values()) for each in (state.links.given, state.links.taken))
     runs = len(state.rows_of(33).ranges(rank)) == 1
     return runs and given == (rank < size - 1) and taken == (rank > 0)
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pooled(world_size=4)
-def test_four_ranks_tensor_parallelism_and_stages(name: str) -> None:
-    listed = [*nine(), padded_left(16), labelled_on_one_rank(33)]
-    check(one(name), listed, 1, config=sizes(4), step=False).mpu.destroy()
-    check(one(name), listed[1:], 2, config=sizes(2, tensor_parallel_size=2), step=False).mpu.destroy()
-    config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"num_microbatches": 2, "schedule": "1f1b"}}
-    check_pipeline(one(name), language_batches(131, batch=4, seq=9), **config).mpu.destroy()
 
 
 _RECURRENT = {
@@ -117,19 +84,16 @@ _RECURRENT = {
 def test_a_recomputed_block_hands_on_its_states_before_it_waits_for_their_gradients(name: str) -> None:
     config = {**sizes(2), "activation_checkpointing": {"enable": True}}
     build_one = functools.partial(made, name, _RECURRENT[name])
-    check(build_one, language_batches(131, seq=12), 1, config=config).mpu.destroy()
+    check(build_one, language_batches(131, seq=12), 1, config=config)
 
 
 @pooled(world_size=2)
-def test_the_gradient_of_a_gradient_is_refused() -> None:
+def test_a_second_derivative_is_refused_and_a_rank_may_forget_the_model() -> None:
     model = autopar.initialize(one("short convolution")(), sizes(2))
     loss = model(**padded_left(16)).loss
     with pytest.raises(autopar.ConfigError, match="create_graph=True"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
-
-@pooled(world_size=2)
-def test_a_rank_may_forget_the_model_before_the_others_have_its_gradients() -> None:
     model = autopar.initialize(one("short convolution")(), sizes(2))
     autopar.local_hooks(model.model.layers[0])  # of one rank only
     if dist.get_rank() == 0:
@@ -137,6 +101,20 @@ def test_a_rank_may_forget_the_model_before_the_others_have_its_gradients() -> N
     model(**padded_left(16)).loss.backward()
     del model
     gc.collect()
+
+
+@contextlib.contextmanager
+def failing(module: nn.Module, here: bool = True) -> Iterator[None]:
+    """Let the forward of a module raise on this rank."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    hook = module.register_forward_pre_hook(fail) if here else None
+    with pytest.raises(ValueError, match="planted") if here else contextlib.nullcontext():
+        yield
+    if hook is not None:
+        hook.remove()
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -147,16 +125,10 @@ def test_a_forward_that_failed_leaves_nothing_behind(first: bool) -> None:
     module = model.model.layers[0].linear_attn
     if not first:  # shapes are known
         model(**padded_left(16))
-
-    def fail(*_: Any) -> None:
-        raise ValueError("planted")
-
     place = module.out_proj if dist.get_rank() == 0 else module
     autopar.local_hooks(place)
-    hook = place.register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match="planted"):
+    with failing(place):
         model(**packed(7, 9))
-    hook.remove()
     losses = [each(**padded_left(16)).loss for each in (plain, model)]
     close(losses[1], losses[0], "loss")
     losses[1].backward()
@@ -171,23 +143,15 @@ def test_a_forward_may_have_failed_on_one_rank_alone() -> None:
     plain, model = one("gated delta")().train(), autopar.initialize(one("gated delta")(), sizes(2)).train()
     ids = torch.arange(24).view(2, 12)
     autopar.local_hooks(model.lm_head)
-
-    def fail(*_: Any) -> None:
-        raise ValueError("planted")
-
     for rank in range(2):
         model(input_ids=ids, use_cache=False)
-        hook = model.lm_head.register_forward_pre_hook(fail)
-        if dist.get_rank() != rank:
-            hook.remove()
-        with pytest.raises(ValueError, match="planted") if dist.get_rank() == rank else contextlib.nullcontext():
+        with failing(model.lm_head, dist.get_rank() == rank):
             model(input_ids=ids, use_cache=False)
-        hook.remove()
         losses = [each(input_ids=ids, labels=ids, use_cache=False).loss for each in (plain, model)]
         close(losses[1], losses[0], "loss")
 
 
-def test_documents_for_kernels_take_all_rows() -> None:
+def test_what_takes_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels cut states between documents; which of them a rank has is not put into other words."""
     module, rows = build(Case(*KINDS["gated delta"]), 6, 3).model.layers[0].linear_attn, rows_layout(8, 2)
     hidden, how = torch.zeros(2, 4, 48), HandedStates("cache_params", 1, True)
@@ -197,9 +161,7 @@ def test_documents_for_kernels_take_all_rows() -> None:
     documents = {"seq_idx": torch.zeros(2, 8, dtype=torch.int32)}
     assert own_arguments(module, ((hidden,), documents), how, inputs, rows, 1) is None
 
-
-def test_a_module_that_forgets_a_state_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rehearsal sees states that are not read, not given, or have no gradient."""
+    # The rehearsal sees states that are not read, not given, or have no gradient.
     plain = States.update_recurrent_state
     for forget in (
         lambda self, state, *args: plain(self, torch.zeros_like(state), *args),

@@ -1,6 +1,7 @@
-"""Embeddings of own rows, before the block boundary: what is done to them, and who reads them."""
+"""Local sequences and heads, and their embeddings before the block boundary: operations and readers."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,18 @@ from torch import nn
 
 import autopar
 from autopar.distributed.axis import Axis
-from autopar.features.context_parallel.lazy_rows import LazyRows, OwnRows, may_own_rows
+from autopar.errors import ConfigError
+from autopar.features.context_parallel.attention import (
+    _causal_rows,
+    _of_rows,
+    _with_whole_keys,
+    heads_layout,
+    keys_layout,
+)
+from autopar.features.context_parallel.lazy_rows import LazyRows, OwnRows, _clipped, may_own_rows
 from autopar.features.context_parallel.plan import plan_rows
 from autopar.features.context_parallel.state import RowPlan, RowState
+from autopar.layout import rows_layout
 from autopar.policy.match import find_policy
 from autopar.swap import swap
 from tests.compare import same_gradients
@@ -91,7 +101,7 @@ def test_whatever_else_reads_it_gets_the_whole(
     assert state.spoiled == {"embed"}
 
 
-def test_a_frozen_embedding_that_is_to_have_a_gradient_has_one() -> None:
+def test_frozen_embeddings_and_functions_of_ones_own_lose_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters and gradient checkpointing ask for it in a hook."""
     _, made, state = _pair()
     made.weight.requires_grad_(False)
@@ -100,6 +110,13 @@ def test_a_frozen_embedding_that_is_to_have_a_gradient_has_one() -> None:
     assert ahead.requires_grad and ahead.is_leaf
     (ahead * 2).opened(state.rows_of(7), 1).sum().backward()
     assert torch.equal(ahead.own.grad, torch.full((2, 4, 6), 2.0))
+
+    plain, made, _ = _pair()
+    gathered(monkeypatch, 2 * plain(IDS))
+    with pytest.raises(RuntimeError, match=r"would be lost\n  Pass the full tensor: function.apply\(embeddings\[:\]"):
+        _Twice.apply(made(IDS)).sum().backward()
+    _Twice.apply(made(IDS)[:]).sum().backward()
+    assert plain.weight.grad is not None
 
 
 class _Twice(torch.autograd.Function):
@@ -112,16 +129,7 @@ class _Twice(torch.autograd.Function):
         return grad * 2
 
 
-def test_a_function_of_ones_own_loses_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, made, _ = _pair()
-    gathered(monkeypatch, 2 * plain(IDS))
-    with pytest.raises(RuntimeError, match=r"would be lost\n  Pass the full tensor: function.apply\(embeddings\[:\]"):
-        _Twice.apply(made(IDS)).sum().backward()
-    _Twice.apply(made(IDS)[:]).sum().backward()
-    assert plain.weight.grad is not None
-
-
-def test_ids_and_shapes_that_the_rehearsal_did_not_have() -> None:
+def test_ids_shapes_and_embeddings_that_stay_whole() -> None:
     plain, made, state = _pair()
     for ids in (IDS[:, :1], IDS[0], torch.tensor(3), IDS[None]):  # too short to be cut; other dims
         assert not isinstance(made(ids), LazyRows) and torch.equal(made(ids), plain(ids))
@@ -129,6 +137,9 @@ def test_ids_and_shapes_that_the_rehearsal_did_not_have() -> None:
         made(IDS.clone().index_fill_(1, torch.tensor([0]), 10))
     state.finish()
     assert not isinstance(made(IDS), LazyRows), "outside of a forward"
+
+    assert may_own_rows(nn.Embedding(3, 2)) and not may_own_rows(nn.Embedding(3, 2, max_norm=1.0))
+    assert not may_own_rows(nn.Embedding(3, 2, scale_grad_by_freq=True)) and not may_own_rows(nn.Linear(2, 2))
 
 
 def test_dropout_draws_for_own_rows() -> None:
@@ -144,33 +155,37 @@ def test_dropout_draws_for_own_rows() -> None:
     assert torch.equal(torch.rand(()), drawn), "of the others' generator one number is taken"
 
 
-def test_embeddings_that_look_at_a_whole_batch_stay_whole() -> None:
-    assert may_own_rows(nn.Embedding(3, 2)) and not may_own_rows(nn.Embedding(3, 2, max_norm=1.0))
-    assert not may_own_rows(nn.Embedding(3, 2, scale_grad_by_freq=True)) and not may_own_rows(nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize(
-    ("model_type", "head", "own"),
+    ("model_type", "head", "own", "full"),
     [
-        ("llama", "LlamaForCausalLM", {"embed_tokens"}),
-        ("gpt2", "GPT2LMHeadModel", {"wte", "wpe"}),
-        ("bert", "BertForMaskedLM", {"word_embeddings", "position_embeddings", "token_type_embeddings"}),
-        ("gemma3_text", "Gemma3ForCausalLM", {"embed_tokens"}),
-        ("t5", "T5ForConditionalGeneration", {"embed_tokens"}),
-        ("bart", "BartForConditionalGeneration", {"embed_tokens"}),
+        ("llama", "LlamaForCausalLM", {"embed_tokens"}, None),
+        ("gpt2", "GPT2LMHeadModel", {"wte", "wpe"}, None),
+        ("bert", "BertForMaskedLM", {"word_embeddings", "position_embeddings", "token_type_embeddings"}, None),
+        ("gemma3_text", "Gemma3ForCausalLM", {"embed_tokens"}, None),
+        ("t5", "T5ForConditionalGeneration", {"embed_tokens"}, None),
+        ("bart", "BartForConditionalGeneration", {"embed_tokens"}, None),
+        ("mamba", "MambaForCausalLM", None, {"mixer"}),
+        ("bloom", "BloomForCausalLM", None, {"self_attention"}),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", None, set()),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", None, {"self_attn"}),  # an indexer that looks at all rows
     ],
 )
-def test_the_rehearsal_finds_what_computes_own_rows(model_type: str, head: str, own: set[str]) -> None:
+def test_the_rehearsal_finds_what_computes_own_rows_and_what_needs_all(
+    model_type: str, head: str, own: set[str] | None, full: set[str] | None
+) -> None:
     model = build(Case(model_type, head), 6, 3)
     plan = plan_rows(model, find_policy(model), "", 2)
-    assert {path.rpartition(".")[2] for path in plan.own} == own
+    assert own is None or {path.rpartition(".")[2] for path in plan.own} == own
+    if full is not None:
+        assert {path.rpartition(".")[2] for path in plan.whole} == full
+        assert plan.through and plan.head == "lm_head"
 
 
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
 @pooled(world_size=2)
 def test_readers_in_a_model(make: Callable[..., Any]) -> None:
     """Hooks of adapters, noise and readers; hidden states; embeddings that are given; all at once with the loss."""
-    plain, parallel = make().train(), autopar.initialize(make(), {"model_parallelism": {"context_parallel_size": 2}})
+    plain, parallel = make().train(), autopar.initialize(make(), {"cp": 2})
     parallel.train()
     batch = language_batches(131, count=1, seq=9)[0]
     kept: dict[Any, list[torch.Tensor]] = {plain: [], parallel: []}
@@ -204,3 +219,68 @@ def test_readers_in_a_model(make: Callable[..., Any]) -> None:
         close(actual, expected, "what was seen")
     autopar.average_gradients(parallel)
     same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("length", [2, 3, 7, 16, 33])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_row_lies_on_one_rank_and_each_rank_has_two_at_least(ranks: int, length: int, zigzag: bool) -> None:
+    layout = rows_layout(length, ranks, zigzag=zigzag)
+    assert (layout is None) == (length < 2 * ranks)
+    if layout is None:
+        return
+    rows = [layout.shard(torch.arange(length), rank, 0) for rank in range(ranks)]
+    assert sorted(torch.cat(rows).tolist()) == list(range(length))
+    sizes = [len(each) for each in rows]
+    assert max(sizes) - min(sizes) <= (2 if zigzag else 1)
+    assert min(sizes) > 1
+    assert torch.equal(layout.unshard(rows, 0), torch.arange(length))
+
+
+def test_zigzag_rows_heads_and_masks() -> None:
+    looks = [int(_causal_rows(rows_layout(32, 4, zigzag=True), rank, torch.device("cpu")).sum()) for rank in range(4)]
+    assert looks == [132, 132, 132, 132]
+    looks = [int(_causal_rows(rows_layout(32, 4), rank, torch.device("cpu")).sum()) for rank in range(4)]
+    assert looks == [36, 100, 164, 228]
+
+    layout = heads_layout(3, 4, 2)  # 3 keys of 4 query heads each
+    assert [layout.ranges(rank) for rank in range(2)] == [((0, 8),), ((8, 12),)]
+
+    for mask, kind in ((torch.ones(2, 7), r"\[2, 7\]"), ("blocks", "str")):
+        call: Any = SimpleNamespace(mask=mask, given={})
+        with pytest.raises(ConfigError, match=f"requires a mask of 4 dims; 'sdpa' attention got {kind}"):
+            _with_whole_keys(rows_layout(7, 2), 0, "sdpa", call, False)
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_rows_of_a_mask_are_those_of_the_queries(zigzag: bool) -> None:
+    layout = rows_layout(7, 2, zigzag=zigzag)
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    for rank in range(2):
+        assert torch.equal(_of_rows(causal, layout, rank), _causal_rows(layout, rank, torch.device("cpu")))
+    assert _of_rows(causal[:, :, :1], layout, 0).shape == (1, 1, 1, 7)  # one row for all
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize(("start", "stop"), [(0, 6), (1, 7), (2, 3), (0, 0)])
+def test_shifted_rows_stay_on_their_ranks(start: int, stop: int, zigzag: bool) -> None:
+    layout = rows_layout(7, 2, zigzag=zigzag)
+    some = _clipped(layout, start, stop)
+    assert some.size == stop - start
+    for rank in range(2):
+        held = [row for low, high in layout.ranges(rank) for row in range(low, high) if start <= row < stop]
+        assert [row + start for low, high in some.ranges(rank) for row in range(low, high)] == held
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "needed"),
+    [
+        (8, 2, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (8, 1, [(0, 1)] * 4),
+        (6, 2, [(0, 1), (0, 2), (1, 2), (1, 2)]),  # 2, 2, 1 and 1 heads: the second rank's are of two groups
+        (3, 3, [(0, 1), (1, 2), (2, 3), None]),
+    ],
+)
+def test_of_few_keys_each_rank_gets_those_of_its_heads(heads: int, kv_heads: int, needed: list[Any]) -> None:
+    layout = keys_layout(heads_layout(heads, 1, 4), kv_heads)
+    assert [layout.ranges(rank) for rank in range(4)] == [() if each is None else (each,) for each in needed]

@@ -10,25 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from transformers import MistralConfig, MistralForCausalLM, get_cosine_schedule_with_warmup
+from transformers import get_cosine_schedule_with_warmup
 
 import autopar
 from tests.compare import same_weights
-from tests.features.context_parallel.test_exactness import sizes
+from tests.features.context_parallel.test_exactness import CAUSAL, made, sizes
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama
 
 STEPS, VOCAB = 4, 131
+RECOMPUTED = {"activation_checkpointing": {"enable": True}}
 Batch = dict[str, Any]
-
-
-def windows() -> MistralForCausalLM:
-    torch.manual_seed(0)
-    shape = {"num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return MistralForCausalLM(
-        MistralConfig(**shape, intermediate_size=37, vocab_size=VOCAB, sliding_window=5, initializer_range=0.1)
-    )
 
 
 def padded(step: int, micro: int) -> Batch:
@@ -56,8 +49,11 @@ def packed(step: int, micro: int) -> Batch:
 
 
 def of_outputs(each: Any, batch: Batch) -> torch.Tensor:
-    loss: torch.Tensor = each(**batch).loss
-    return loss
+    return each(**batch).loss
+
+
+def by_number(each: Any, batch: Batch) -> torch.Tensor:
+    return each(**batch, num_items_in_batch=torch.tensor(17)).loss
 
 
 def by_hand(each: Any, batch: Batch) -> torch.Tensor:
@@ -86,8 +82,8 @@ def train(
         model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
     else:
         model = autopar.initialize(model, config)
-    mpu, engine = model.mpu, model
-    if mpu.dp_cp.size > 1:
+    mpu, engine, sharded = model.mpu, model, config.get("zero") == {"stage": 3}
+    if mpu.dp_cp.size > 1 and not sharded:
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         engine = DistributedDataParallel(model, process_group=group)
     for step in range(STEPS):
@@ -100,7 +96,7 @@ def train(
                 loss.backward()
             close(loss, expected[mpu.dp.rank], f"loss of step {step}, {micro}")
         norms = [torch.nn.utils.clip_grad_norm_(list(each.parameters()), 0.5) for each in (plain, model)]
-        close(norms[1], norms[0], f"norm of step {step}")
+        close(torch.tensor(float(norms[1])), norms[0], f"norm of step {step}")
         for each, schedule in zip((reference, optimizer), schedules, strict=True):
             each.step()
             each.zero_grad()
@@ -112,29 +108,49 @@ def train(
             with torch.no_grad():
                 close(model.eval()(**batch).logits + 0, plain.eval()(**batch).logits, "logits in evaluation")
             model.train(), plain.train()
+    if sharded:
+        for name, parameter in model.named_parameters():
+            close(parameter.full_tensor(), plain.get_parameter(name), f"{name} at the end", 2e-5)
+        return
     same_weights(model, plain, 2e-5)
     ids = data(0, 0)["input_ids"][:2, :5]
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
+    if mpu.cp.size > 1:
+        with torch.no_grad():
+            cached = model(ids, use_cache=True).past_key_values
+            assert cached.get_seq_length() == 5, "a forward that fills a cache has all rows"
+            assert model(ids).past_key_values is None
 
 
 @pytest.mark.parametrize("method", ["ulysses", "gather"])
 @pooled(world_size=2)
 def test_two_ranks(method: str) -> None:
     train(llama, sizes(2, method))
-    train(windows, sizes(2, method), packed, by_hand)
+    train(CAUSAL["windows"], sizes(2, method), packed, by_hand)
 
 
 @pooled(world_size=2)
 def test_sequence_parallel() -> None:
-    train(windows, {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}}, packed, by_hand)
+    mesh = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    train(CAUSAL["windows"], {"model_parallelism": mesh}, packed, by_hand)
 
 
 @pooled(world_size=4)
 def test_beside_other_axes() -> None:
-    recomputed = {"activation_checkpointing": {"enable": True}}
-    train(llama, {**sizes(2, tensor_parallel_size=2, sequence_parallel=True), **recomputed}, padded, by_hand)
-    train(functools.partial(gpt2, n_positions=64), {**sizes(2), "zero": {"stage": 1}})
+    train(llama, {**sizes(2, tensor_parallel_size=2, sequence_parallel=True), **RECOMPUTED}, padded, by_hand)
+    train(CAUSAL["learned positions"], {**sizes(2), "zero": {"stage": 1}})
+
+
+@pytest.mark.every_case
+@pytest.mark.tier("test", only=("grouped keys-1",))
+@pytest.mark.tier("sweep", only=("grouped keys-3", "gated delta-1", "gated delta-3"))
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["grouped keys", "gated delta"])
+@pooled(world_size=4)
+def test_replicas_and_sharded_states(name: str, stage: int) -> None:
+    build = CAUSAL.get(name, functools.partial(made, "qwen3_next", "Qwen3NextForCausalLM"))
+    train(build, {**sizes(2), **RECOMPUTED, "zero": {"stage": stage}}, padded, by_number)
 
 
 @pooled(world_size=2)
@@ -200,9 +216,9 @@ def test_adapters() -> None:
     config = functools.partial(peft.LoraConfig, r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(3)
     plain = peft.get_peft_model(llama(), config(init_lora_weights=False)).train()
-    mesh = {**sizes(2), "activation_checkpointing": {"enable": True}}
     torch.manual_seed(3)
-    model = get_peft_model(autopar.initialize(llama(), mesh), config(init_lora_weights=False)).train()
+    model = autopar.initialize(llama(), {**sizes(2), **RECOMPUTED})
+    model = get_peft_model(model, config(init_lora_weights=False)).train()
     for each in (plain, model):
         each(**padded(0, 0)).loss.backward()
     autopar.average_gradients(model)

@@ -7,32 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import autopar
-from tests.features.context_parallel.test_exactness import made
+from tests.features.context_parallel.test_exactness import Largest, made
 from tests.pool import pooled
 from tests.small import llama
 
 ROWS, BATCH, VOCAB = 64, 2, 131
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 4, 4
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor of each width: logits, and what is ``[batch, rows, width]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: dict[int, int] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and (leaf.ndim == 3 or (leaf.ndim == 2 and leaf.shape[-1] == VOCAB)):
-                width = leaf.shape[-1]
-                self.elements[width] = max(self.elements.get(width, 0), leaf.numel())
-        return result
 
 
 def small_llama() -> Any:
@@ -80,9 +62,6 @@ def test_with_as_many_rows_a_rank_keeps_as_much_for_whatever_length() -> None:
     assert 0 <= two - one - outputs <= 0.005 * one, (one, two)
     assert 0 <= four - two <= 0.005 * two, (two, four)
 
-
-@pooled(world_size=4)
-def test_gather_keeps_keys_values_and_masks_up_to_the_last_row_of_a_run() -> None:
     (two, sizes), (four, sizes_of_four) = (saved_and_largest(n, "gather") for n in (2, 4))
     assert sizes[VOCAB] == sizes_of_four[VOCAB] == BATCH * ROWS * VOCAB
     repeated, masks = 2 * BATCH * 2 * ROWS * HEADS * HEAD_DIM * 4, ROWS // 2 * 2 * ROWS * 4  # of two runs

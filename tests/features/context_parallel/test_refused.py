@@ -1,11 +1,14 @@
-"""What does not go with context parallelism raises, with what to use instead: docs/long-sequences.md."""
+"""What does not work with context parallelism raises, with what to use instead; user hooks."""
 
+import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import autopar
@@ -14,19 +17,20 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.features.context_parallel.plan import check_sequence_parallel, plan_rows
 from autopar.policy.match import find_policy
 from tests.compare import same_gradients
+from tests.features.context_parallel.test_exactness import sizes
+from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
 
-def test_a_contradiction_of_the_config() -> None:
-    config = {"model_parallelism": {"context_parallel_size": 2}, "compile": {"enable": True}}
+def test_compile_and_modules_of_ones_own_and_all_rows_under_sequence_parallelism() -> None:
+    config = {"cp": 2, "compile": {"enable": True}}
     with pytest.raises(ConfigError, match="context_parallel_size=2 is not supported with compile"):
         ParallelConfig.parse(config)
-
-
-def test_what_needs_all_rows_does_not_go_with_sequence_parallelism() -> None:
+    with pytest.raises(ConfigError, match="does not fit Linear: the model must be a Hugging Face model"):
+        plan_rows(nn.Linear(2, 2), find_policy(llama()), "", 2)
     model = build(Case("bloom", "BloomForCausalLM"), 6, 3)
     plan = plan_rows(model, find_policy(model), "", 2)
     words = (
@@ -61,7 +65,7 @@ def test_what_no_rank_could_compute_is_refused_and_the_next_forward_holds() -> N
 
 
 @pooled(world_size=2)
-def test_logits_that_one_rank_reads_alone_raise() -> None:
+def test_logits_that_one_rank_reads_alone_raise_but_for_an_evaluation() -> None:
     model = autopar.initialize(llama(), {"cp": 2, "loss": {"read_timeout": 0.5}})
     logits = model(torch.arange(8).view(1, 8), use_cache=False).logits
     assert "has rows" in repr(logits), "printing them gathers nothing"
@@ -70,12 +74,9 @@ def test_logits_that_one_rank_reads_alone_raise() -> None:
             logits.argmax()
     dist.barrier()
 
-
-@pooled(world_size=2)
-def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
     ids = torch.arange(8).view(1, 8)
     expected = llama().eval()(ids).logits
-    model = autopar.initialize(llama(), {"model_parallelism": {"context_parallel_size": 2}})
+    model = autopar.initialize(llama(), {"cp": 2})
     training = [model(ids, labels=ids, use_cache=False)]
     with torch.inference_mode():
         alone = [model(ids, use_cache=False), model(ids, labels=ids, use_cache=False)]
@@ -122,23 +123,83 @@ def test_a_length_that_tells_rows_apart_may_be_longer_than_the_model_takes() -> 
         plan_rows(model, find_policy(model), "", 4)
 
 
-def test_a_module_of_ones_own_does_not_fit() -> None:
-    policy = find_policy(llama())
-    with pytest.raises(ConfigError, match="does not fit Linear: the model must be a Hugging Face model"):
-        plan_rows(nn.Linear(2, 2), policy, "", 2)
+KINDS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "head", "whole"),
-    [
-        ("mamba", "MambaForCausalLM", {"mixer"}),
-        ("bloom", "BloomForCausalLM", {"self_attention"}),
-        ("qwen3_moe", "Qwen3MoeForCausalLM", set()),
-        ("deepseek_v32", "DeepseekV32ForCausalLM", {"self_attn"}),  # an indexer that looks at all rows
-    ],
-)
-def test_what_mixes_rows_gets_all_of_them(model_type: str, head: str, whole: set[str]) -> None:
-    model = build(Case(model_type, head), 6, 3)
-    plan = plan_rows(model, find_policy(model), "", 2)
-    assert {path.rpartition(".")[2] for path in plan.whole} == whole
-    assert plan.through and plan.head == "lm_head"
+def look(*_: Any) -> None:
+    """Change nothing."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pooled(world_size=2)
+def test_hooks_below_the_model_raise_until_they_are_local_or_removed(kind: str) -> None:
+    model: Any = autopar.initialize(llama(), sizes(2))
+    (batch,) = language_batches(131, count=1)
+    for path in ("model", "model.embed_tokens", "model.layers.0", "model.layers.1.mlp.up_proj", "lm_head"):
+        module = model.get_submodule(path)
+        handle = getattr(module, f"register_{kind}")(look)
+        words = (f"the hook look ({__file__}:", f"on {path} would get this rank's part", "autopar.local_hooks(module)")
+        with raises_everywhere(ConfigError, "context_parallel_size=2", *words):
+            model(**batch)
+        handle.remove()
+        model(**batch)
+        autopar.local_hooks(module)
+        getattr(module, f"register_{kind}")(look)
+        model(**batch)
+
+
+@pooled(world_size=4)
+def test_hooks_with_tensor_parallelism() -> None:
+    for sp in (False, True):
+        model: Any = autopar.initialize(llama(), sizes(2, tensor_parallel_size=2, sequence_parallel=sp))
+        (batch,) = language_batches(131, count=1)
+        handle = model.model.layers[0].mlp.up_proj.register_forward_hook(look)
+        with raises_everywhere(ConfigError, "the hook look", "on model.layers.0.mlp.up_proj"):
+            model(**batch)
+        handle.remove()
+        model(**batch)
+        model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_hooks_from_before_hooks_of_all_modules_and_hooks_of_one_rank() -> None:
+    model: Any = llama()
+    model.model.layers[0].register_forward_hook(look)
+    with raises_everywhere(ConfigError, "the hook look", "on model.layers.0 would get"):
+        autopar.initialize(model, sizes(2))
+    autopar.local_hooks(model.model.layers[0])
+    model = autopar.initialize(model, sizes(2))
+    (batch,) = language_batches(131, count=1)
+    model(**batch)
+    handle = register_module_forward_hook(look)
+    with raises_everywhere(ConfigError, "the hook look", "on all modules"):
+        model(**batch)
+    handle.remove()
+    model(**batch)
+    layer, lengths = model.model.layers[0].mlp, []
+    if model.mpu.cp.rank:
+        handle = layer.up_proj.register_forward_hook(look)
+    with raises_everywhere(ConsistencyError, "over local sequences on model.layers.0.mlp.up_proj"):
+        model(**batch)
+    handle.remove()
+    autopar.local_hooks(layer)
+    layer.register_forward_hook(lambda module, args, output: lengths.append(output.shape[1]))
+    model(**batch)
+    assert lengths == [3 + model.mpu.cp.rank]
+    copy.deepcopy(model)(**batch)
+    assert len(lengths) == 2
+
+
+@pooled(world_size=2)
+def test_hooks_of_the_model_and_of_forwards_with_a_cache_see_full_tensors() -> None:
+    plain: Any = llama().eval()
+    model: Any = autopar.initialize(copy.deepcopy(plain), sizes(2)).eval()
+    logits, tokens = [], []
+    for each in (plain, model):
+        handle = each.register_forward_hook(lambda module, args, out: logits.append(out.logits.detach() + 0))
+        each(language_batches(131, count=1)[0]["input_ids"])
+        handle.remove()
+        each.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * (out > out.mean()))
+        tokens.append(each.generate(torch.arange(5).view(1, 5), max_new_tokens=6, do_sample=False))
+    close(logits[1], logits[0], "logits")
+    assert torch.equal(*tokens)

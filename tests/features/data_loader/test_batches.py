@@ -1,4 +1,6 @@
+import json
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -32,18 +34,6 @@ def test_replicas_share_the_data_and_tp_ranks_see_the_same():
     for epoch in range(2):
         union = [sample for rank in (0, 2) for batch in seen[rank][epoch] for sample in batch]
         assert sorted(union) == list(range(24))
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(7))
-
-
-@pooled(world_size=2)
-def test_a_stream_is_dealt_out_in_whole_rounds():
-    mpu = MPU()
-    seen = everyones([batch.tolist() for batch in autopar.prepare_dataloader(Stream(), 2, mpu=mpu)])
-    assert seen == [[[0, 2], [4]], [[1, 3], [5]]]
 
 
 class Numbers(IterableDataset):
@@ -99,8 +89,10 @@ def test_37_samples_are_evaluated_once_each(zero):
 
 
 @pooled(world_size=2)
-def test_a_stream_is_evaluated_to_its_end():
+def test_a_stream_is_dealt_out_in_rounds_and_evaluated_to_its_end():
     mpu = MPU()
+    rounds = [batch["index"].tolist() for batch in autopar.prepare_dataloader(Numbers(7), 2, mpu=mpu)]
+    assert everyones(rounds) == [[[0, 2], [4]], [[1, 3], [5]]]  # without even_batches=False in whole rounds
     for count in (1, 7, 8, 9):
         loader = autopar.prepare_dataloader(Numbers(count), 2, mpu=mpu, even_batches=False)
         found = autopar.gather_for_metrics([batch["index"] for batch in loader], mpu=mpu, samples=count)
@@ -119,11 +111,10 @@ def test_every_replica_makes_as_many_batches_and_none_is_empty():
             seen = everyones(batches)
             assert len({len(theirs) for theirs in seen}) == 1
             assert sorted(n for theirs in seen for batch in theirs for n in batch) == list(range(count))
-    mpu.destroy()
 
 
 @pooled(world_size=2)
-def test_evaluation_that_cannot_be_even_says_what_would():
+def test_what_is_refused_and_a_repetition_that_is_said_once():
     mpu = MPU()
     for count, size, remedy in ((37, 1, "Use batch_size=2"), (1, 4, "Use at least 2 samples")):
         with pytest.raises(ConfigError) as info:
@@ -132,6 +123,13 @@ def test_evaluation_that_cannot_be_even_says_what_would():
         assert f"{remedy}, or even_batches=True and gather_for_metrics(..., samples=len(data" in str(info.value)
     with pytest.raises(ConfigError, match="even_batches=False is not supported with drop_last=True"):
         autopar.prepare_dataloader(TensorDataset(torch.arange(4)), 2, mpu=mpu, even_batches=False, drop_last=True)
+    data = TensorDataset(torch.arange(4))
+    with pytest.raises(ConfigError, match="sampler is not supported by prepare_dataloader"):
+        autopar.prepare_dataloader(data, 2, mpu=mpu, sampler=DistributedSampler(data))
+    with pytest.raises(ConfigError, match="batch_size must be a positive integer, got 0"):
+        autopar.prepare_dataloader(data, 0, mpu=mpu)
+    with pytest.raises(ConfigError, match="shuffle=True requires a map-style dataset"):
+        autopar.prepare_dataloader(Numbers(7), 2, mpu=mpu, shuffle=True)
     rank = mpu.dp.rank
     for values in (
         torch.zeros(3 if rank else 5),
@@ -145,9 +143,6 @@ def test_evaluation_that_cannot_be_even_says_what_would():
         autopar.gather_for_metrics(torch.zeros(4), mpu=mpu, samples=9)
     mpu.destroy()
 
-
-@pooled(world_size=2)
-def test_a_repetition_is_said_once():
     mpu, said = MPU(), []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -163,16 +158,86 @@ def test_a_repetition_is_said_once():
         "  For evaluation use even_batches=False, which yields every sample once."
     )
     assert said == ([text] if mpu.is_master else [])
-    mpu.destroy()
 
 
-@pooled(world_size=2)
-def test_bad_arguments_are_errors():
-    mpu = MPU()
-    data = TensorDataset(torch.arange(4))
-    with pytest.raises(ConfigError, match="sampler is not supported by prepare_dataloader"):
-        autopar.prepare_dataloader(data, 2, mpu=mpu, sampler=DistributedSampler(data))
-    with pytest.raises(ConfigError, match="batch_size must be a positive integer, got 0"):
-        autopar.prepare_dataloader(data, 0, mpu=mpu)
-    with pytest.raises(ConfigError, match="shuffle=True requires a map-style dataset"):
-        autopar.prepare_dataloader(Stream(), 2, mpu=mpu, shuffle=True)
+class Place:
+    """An mpu as far as a loader asks it."""
+
+    is_master = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.dp = type("Axis", (), {"rank": rank, "size": size})
+
+
+def loaders(size: int, samples: int = 24, **settings: Any) -> list[Any]:
+    data = TensorDataset(torch.arange(samples))
+    settings = {"batch_size": 2, "shuffle": True, "seed": 5, **settings}
+    return [autopar.prepare_dataloader(data, mpu=Place(rank, size), **settings) for rank in range(size)]
+
+
+def taken(replicas: list[Any], steps: int | None = None) -> list[int]:
+    """Samples in the order in which the replicas take them together."""
+    order = []
+    for number, batches in enumerate(zip(*replicas, strict=True)):
+        order += torch.stack([batch[0] for batch in batches], 1).flatten().tolist()
+        if steps is not None and number + 1 == steps:
+            break
+    return order
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_rest_of_an_epoch_is_the_same_on_any_number_of_replicas(after: int, workers: int) -> None:
+    if workers and after != 2:
+        return
+    two = loaders(2, num_workers=workers)
+    for one in two:
+        one.set_epoch(3)
+    whole = taken(loaders_at(2, 3))
+    begun = taken(two, 2)
+    state = json.loads(json.dumps(two[0].state_dict()))  # plain data
+    assert state == two[1].state_dict() == {"epoch": 3, "samples": 8, "dataset": 24, "seed": 5, "shuffle": True}
+    resumed = loaders(after, num_workers=workers)
+    for one in resumed:
+        one.load_state_dict(state)
+        one.set_epoch(3)
+        assert len(one) == -(-16 // after // 2)
+    rest = taken(resumed) if 16 % after == 0 else None
+    assert rest is None or begun + rest == whole
+    for one in resumed:  # the next epoch is whole
+        one.set_epoch(4)
+        assert len(one) == -(-24 // after // 2)
+    assert taken(resumed) == taken(loaders_at(after, 4))
+
+
+def loaders_at(size: int, epoch: int) -> list[Any]:
+    made = loaders(size)
+    for one in made:
+        one.set_epoch(epoch)
+    return made
+
+
+def test_rests_full_epochs_and_states_that_do_not_fit() -> None:
+    state = {"epoch": 0, "samples": 8, "dataset": 24, "seed": 5, "shuffle": False}
+    for drop_last, expected in ((False, [*range(8, 24), 0, 1]), (True, [*range(8, 20)])):
+        replicas = loaders(3, shuffle=False, drop_last=drop_last)
+        for one in replicas:
+            one.load_state_dict(state)
+        assert taken(replicas) == expected
+
+    (alone,) = loaders(1)
+    assert len(taken([alone])) == 24 and alone.state_dict()["samples"] == 24
+    (later,) = loaders(1)
+    later.load_state_dict(alone.state_dict())
+    assert taken([later]) == [] and len(taken([later])) == 24
+    later.load_state_dict({**alone.state_dict(), "samples": 10})
+    taken([later], 3)
+    assert later.state_dict()["samples"] == 16
+    assert taken(loaders(2, samples=0)) == [], "an empty dataset"
+
+    (one,) = loaders(1)
+    with pytest.raises(ConfigError, match=r"another order of samples: expected dataset=9, got 24, expected seed=1, g"):
+        one.load_state_dict({"epoch": 0, "samples": 2, "dataset": 9, "seed": 1, "shuffle": True})
+    (evaluation,) = loaders(1, shuffle=False, even_batches=False)
+    with pytest.raises(ConfigError, match="even_batches=True"):
+        evaluation.state_dict()

@@ -4,20 +4,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
-from transformers import (
-    NllbMoeConfig,
-    NllbMoeForConditionalGeneration,
-    PretrainedConfig,
-    PreTrainedModel,
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
-)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutput
 
 
-def _precise(model: PreTrainedModel) -> PreTrainedModel:
+def _precise(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """In fp64 throughout: routers compute in a dtype of their own."""
     for module in model.modules():
         if type(module).__name__.endswith("Router"):
@@ -25,17 +18,17 @@ def _precise(model: PreTrainedModel) -> PreTrainedModel:
     return model.double()
 
 
-def switch(experts: int = 5, **fields: Any) -> PreTrainedModel:
+def switch(experts: int = 5, **fields: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 12, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
     sparse = {"num_experts": experts, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
     more = {"vocab_size": 31, "router_jitter_noise": 0.0, "dropout_rate": 0.0}
     ids = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
-    config = SwitchTransformersConfig(**{**sizes, **sparse, **more, **ids, **fields})
-    return _precise(SwitchTransformersForConditionalGeneration(config))
+    config = transformers.SwitchTransformersConfig(**{**sizes, **sparse, **more, **ids, **fields})
+    return _precise(transformers.SwitchTransformersForConditionalGeneration(config))
 
 
-def nllb(experts: int = 4, **fields: Any) -> PreTrainedModel:
+def nllb(experts: int = 4, **fields: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64}
@@ -43,11 +36,11 @@ def nllb(experts: int = 4, **fields: Any) -> PreTrainedModel:
     names = ("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout", "encoder_layerdrop")
     drops = dict.fromkeys((*names, "decoder_layerdrop"), 0.0)
     ids = {"pad_token_id": 1, "decoder_start_token_id": 2, "eos_token_id": 2, "vocab_size": 31, "init_std": 0.2}
-    config = NllbMoeConfig(**{**sizes, **heads, **sparse, **drops, **ids, **fields})
-    return _precise(NllbMoeForConditionalGeneration(config))
+    config = transformers.NllbMoeConfig(**{**sizes, **heads, **sparse, **drops, **ids, **fields})
+    return _precise(transformers.NllbMoeForConditionalGeneration(config))
 
 
-class ListedConfig(PretrainedConfig):
+class ListedConfig(transformers.PretrainedConfig):
     model_type = "listed"
 
     def __init__(self, experts: int = 5, style: str = "hit", reachable: int = 5, **kwargs: Any) -> None:
@@ -113,7 +106,7 @@ def _square(width: int) -> nn.Linear:
     return nn.Linear(width, width, bias=False)  # the bias of keys would have rounding for a gradient
 
 
-class ListedModel(PreTrainedModel):
+class ListedModel(transformers.PreTrainedModel):
     config_class, base_model_prefix, supports_gradient_checkpointing = ListedConfig, "model", True
 
     def __init__(self, config: ListedConfig) -> None:
@@ -129,7 +122,7 @@ class ListedModel(PreTrainedModel):
         return self.norm(x)
 
 
-class Listed(PreTrainedModel):
+class Listed(transformers.PreTrainedModel):
     config_class, base_model_prefix, supports_gradient_checkpointing = ListedConfig, "model", True
 
     def __init__(self, config: ListedConfig) -> None:

@@ -1,4 +1,4 @@
-"""expert_parallel_size above tensor_parallel_size: experts of several replicas; one process with the whole batch."""
+"""Experts of several replicas, also with ZeRO-3: equal to one process with the whole batch."""
 
 import copy
 from pathlib import Path
@@ -6,12 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import ConfigError
 from tests.data_parallel.whole_optimizers import MATRICES
-from tests.features.experts.mixtures import batches, close, compare, mixtral, qwen3, reference, wholes
+from tests.features.experts.mixtures import (
+    batches,
+    close,
+    compare,
+    deepseek,
+    mixtral,
+    qwen2,
+    qwen3,
+    reference,
+    train,
+    wholes,
+)
+from tests.features.experts.module_mixtures import switch
 from tests.pool import pooled
 
 
@@ -31,7 +44,8 @@ def test_two_replicas_hold_half_of_the_experts_each(dispatch: str) -> None:
     assert experts.num_experts == 5 and type(experts).__name__ == "MixtralExperts"
 
 
-_FOUR = {
+RECOMPUTED = {"activation_checkpointing": {"enable": True}}
+_FOUR: dict[str, dict[str, Any]] = {
     "tp 2 x dp 2": {"tp": 2, "ep": 4},
     "six experts on four replicas": {"ep": 4},
     "edp 2": {"ep": 2},
@@ -44,7 +58,15 @@ _FOUR = {
     "ZeRO-1, tp 2": {"tp": 2, "ep": 4, "zero": {"stage": 1}},
     "ZeRO-2, pp 2": {"ep": 2, "pp": 2, "zero": {"stage": 2}, "pipeline": {"num_microbatches": 2}},
     "ZeRO-3, pp 2": {"ep": 2, "pp": 2, "zero": {"stage": 3}, "pipeline": {"num_microbatches": 2}},
-    "recomputed": {"ep": 2, "activation_checkpointing": {"enable": True}},
+    "recomputed": {"ep": 2, **RECOMPUTED},
+}
+_OF_ZERO_3 = ("edp 2", "six experts on four replicas", "tp 2 x dp 2", "cp 2", "sequence", "recomputed")
+_FOUR |= {f"ZeRO-3, {name}": {**_FOUR[name], "zero": {"stage": 3}} for name in _OF_ZERO_3}
+_FOUR["ZeRO-3, clipping, all_reduce"] = {
+    "ep": 2,
+    "zero": {"stage": 3},
+    "gradient_clipping": 1e9,
+    "model_parallelism": {"expert_dispatch": "all_reduce"},
 }
 
 
@@ -136,56 +158,61 @@ def test_distributed_data_parallel_leaves_experts_to_us(sizes: dict[str, int]) -
     )
 
 
-@pytest.mark.parametrize("sizes", [{"ep": 4}, {"tp": 2, "ep": 4}, {"ep": 2, "pp": 2}])
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [
+        *((mixtral, sizes) for sizes in ({"ep": 4}, {"tp": 2, "ep": 4}, {"ep": 2, "pp": 2})),
+        *((switch, sizes) for sizes in ({"ep": 2}, {"tp": 2, "ep": 2})),
+    ],
+)
 @pooled(world_size=4)
-def test_generate_goes_on_until_the_last_replica_has_ended(sizes: dict[str, int]) -> None:
-    plain = mixtral().eval()
+def test_generate_goes_on_until_the_last_replica_has_ended(make: Any, sizes: dict[str, int]) -> None:
+    plain = make().eval()
     model = autopar.initialize(copy.deepcopy(plain), sizes).eval()
     replica = model.mpu.dp.rank
-    ids = torch.randint(0, 31, (2, 4 + replica), generator=torch.Generator().manual_seed(replica))
+    ids = torch.randint(2, 31, (2, 4 + replica), generator=torch.Generator().manual_seed(replica))
     for settings in ({"max_new_tokens": 2 + 3 * replica}, {"max_new_tokens": 6, "eos_token_id": 3 + replica}):
         expected = plain.generate(ids, do_sample=False, pad_token_id=0, **settings)
         found = model.generate(ids, do_sample=False, pad_token_id=0, **settings)
         assert torch.equal(found, expected), settings
-    model.mpu.destroy()
 
 
 @pytest.mark.parametrize(
-    "config", [{"ep": 2}, {"tp": 2, "ep": 2}, {"ep": 2, "activation_checkpointing": {"enable": True}}]
+    ("make", "config"),
+    [
+        *((mixtral, config) for config in ({"ep": 2}, {"tp": 2, "ep": 2}, {"ep": 2, **RECOMPUTED})),
+        *((switch, config) for config in ({"ep": 2}, {"tp": 2, "ep": 2})),
+    ],
 )
 @pooled(world_size=4)
-def test_the_load_of_experts(config: dict[str, Any]) -> None:
-    plain = mixtral()
+def test_the_load_of_experts(make: Any, config: dict[str, Any]) -> None:
+    plain = make()
     model = autopar.initialize(copy.deepcopy(plain), config)
-    data = batches(0, model.mpu.dp.size)
-    chosen: dict[str, list[torch.Tensor]] = {}
+    due: dict[str, Any] = {}
     for path, module in plain.named_modules():
+
+        def count(_: Any, args: Any, path: str = path) -> None:
+            chosen = args[1].flatten().bincount(minlength=6) if make is mixtral else args[1].sum((0, 1))
+            due[path] = due.get(path, 0) + chosen
+
         if path.endswith("mlp.experts"):
-            seen = chosen.setdefault(path, [])
-            module.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[1].flatten()))
-    for own in data:
-        plain(input_ids=own[0])
-    ids = data[model.mpu.dp.rank][0]
+            module.register_forward_pre_hook(count)
+    data = [own[0] for own in batches(0, model.mpu.dp.size)]
+    for ids in data:
+        plain(input_ids=ids, labels=ids)
+    ids = data[model.mpu.dp.rank]
     model.train()(input_ids=ids, labels=ids).loss.backward()
     load = autopar.expert_load(model)
-    assert load.keys() == chosen.keys()
-    assert all(torch.equal(load[path], torch.cat(ids).bincount(minlength=6)) for path, ids in chosen.items())
+    assert load.keys() == due.keys() and all(torch.equal(load[path], due[path]) for path in load)
     assert all(not tokens.any() for tokens in autopar.expert_load(model).values())
-    model.mpu.destroy()
 
 
-def with_adapters(**fields: Any) -> Any:
-    """A mixture with LoRA on attention and on the weights of its experts."""
+def adapted(*weights: str, experts: int = 8) -> Any:
+    """A mixture with LoRA on attention and on weights of its experts."""
     peft = pytest.importorskip("peft")
-    names = ["experts.gate_up_proj", "experts.down_proj"]
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "o_proj"], target_parameters=names, **fields)
-    model = peft.get_peft_model(mixtral(8), config)
-    drawn = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=drawn, dtype=torch.float64))
-    return model
+    torch.manual_seed(1)
+    names = {"target_modules": ["q_proj", "o_proj"], "target_parameters": [f"experts.{name}" for name in weights]}
+    return peft.get_peft_model(mixtral(experts), peft.LoraConfig(r=2, init_lora_weights=False, **names)).double()
 
 
 @pytest.mark.parametrize(
@@ -200,49 +227,83 @@ def with_adapters(**fields: Any) -> Any:
 )
 @pooled(world_size=4)
 def test_adapters_of_experts(config: dict[str, Any]) -> None:
-    plain = with_adapters()
-    model = copy.deepcopy(plain)
-    optimizers = [torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=1e-2) for m in (plain, model)]
-    model, optimizers[1] = autopar.initialize(model, config, optimizer=optimizers[1])
-    for step in range(2):
-        data = batches(step, model.mpu.dp.size)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for own in data:
-            (plain(input_ids=own[0], labels=own[0]).loss / len(data)).backward()
-        own = data[model.mpu.dp.rank]
-        model(input_ids=own[0], labels=own[0]).loss.backward()
-        autopar.average_gradients(model)
-        found = wholes(model, gradients=True)
-        gradients = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
-        assert found.keys() == gradients.keys() and all(close(found[name], gradients[name]) for name in found)
-        for optimizer in optimizers:
-            optimizer.step()
-    weights = dict(plain.named_parameters())
-    assert all(close(weight, weights[name]) for name, weight in wholes(model).items())
-    model.mpu.destroy()
+    compare(lambda: adapted("gate_up_proj", "down_proj"), config)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, "zero": {"stage": 3}}])
+@pytest.mark.parametrize("config", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, "zero": {"stage": 3}}])
 @pooled(world_size=2)
-def test_adapters_of_one_of_two_weights_of_experts(sizes: dict[str, Any]) -> None:
+def test_adapters_of_one_of_two_weights_of_experts(config: dict[str, Any]) -> None:
     """PEFT takes the weight out for a forward, and puts it back behind the other one."""
-    peft = pytest.importorskip("peft")
-    own = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
-
-    def make() -> Any:
-        torch.manual_seed(1)
-        return peft.get_peft_model(mixtral(), peft.LoraConfig(r=2, init_lora_weights=False, **own)).double()
-
-    model, _, _ = compare(make, sizes)
+    model, _, _ = compare(lambda: adapted("gate_up_proj"), config)
     assert sum(".experts." in name for name, p in model.named_parameters() if p.requires_grad) == 4
-    model.mpu.destroy()
 
 
 @pooled(world_size=4)
 def test_adapters_of_one_expert_a_rank_are_refused() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
     for sizes, most in (({"ep": 4}, 3), ({"tp": 2, "ep": 4}, 2)):
         with pytest.raises(ConfigError, match=rf"6 experts over 4 ranks leave one on rank 2\n.* at most {most}\."):
-            autopar.initialize(peft.get_peft_model(mixtral(), config), sizes)
+            autopar.initialize(adapted("down_proj", experts=6), sizes)
+
+
+ZERO_3 = {"zero": {"stage": 3}}
+
+
+def expert_parameters(model: Any) -> dict[str, Any]:
+    return {name: p for name, p in model.named_parameters() if ".experts." in name}
+
+
+@pytest.mark.tier("test", only=("mixtral",))
+@pytest.mark.parametrize("make", [mixtral, qwen3])
+@pooled(world_size=2)
+def test_each_replica_holds_half_of_the_experts_and_of_the_rest(make: Any) -> None:
+    model, optimizer, _ = compare(make, {"ep": 2, **ZERO_3})
+    mpu, experts = model.mpu, 6 if make is mixtral else 5
+    assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    for name, parameter in expert_parameters(model).items():
+        assert parameter.device_mesh.size() == 1 and parameter.allreduce is False, name
+        assert len(parameter.to_local()) == (experts + 1 - mpu.ep.rank) // 2
+    assert model.lm_head.weight.device_mesh.size() == 2
+    assert [len(model.lm_head.weight.to_local()), mpu.edp.size] == [16 - mpu.dp.rank, 1]
+
+
+@pytest.mark.parametrize("make", [qwen2, deepseek])
+@pooled(world_size=4)
+def test_experts_that_all_tokens_go_to_lie_on_all_replicas(make: Any) -> None:
+    model, _, _ = compare(make, {"ep": 2, **ZERO_3})
+    shared = {name: p for name, p in model.named_parameters() if "shared_expert" in name}
+    assert shared and all(p.device_mesh.size() == 4 for p in shared.values())
+    assert all(p.device_mesh.size() == 2 for p in expert_parameters(model).values())
+
+
+@pooled(world_size=4)
+def test_norms_of_any_order_and_of_one_parameter() -> None:
+    plain = mixtral()
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2, "ep": 4, **ZERO_3})
+    data = batches(0, 2)
+    _, gradients = reference(plain, torch.optim.SGD(plain.parameters()), data)
+    train(model, data[model.mpu.dp.rank])
+    for order in (1.0, 2.0, float("inf")):
+        due = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, order)
+        for norm in (
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, order),
+            autopar.clip_grad_norm_(model, 1e9, order),
+        ):
+            assert abs(norm - due) < 1e-6 * due, order
+    for name, parameter in model.named_parameters():
+        norm = torch.nn.utils.get_total_norm([parameter.grad])
+        assert abs(norm - gradients[name].norm()) < 1e-6 * gradients[name].norm(), name
+
+
+@pooled(world_size=4)
+def test_a_rank_that_no_token_goes_to() -> None:
+    """All choose experts of the first rank; the other one takes part in FSDP2's collectives all the same."""
+    plain = mixtral(8)
+    for layer in plain.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: (*out[:2], out[2] % 4))
+    model = autopar.initialize(copy.deepcopy(plain), {"ep": 2, **ZERO_3})
+    data = batches(0, 4)
+    _, gradients = reference(plain, torch.optim.SGD(plain.parameters()), data)
+    train(model, data[model.mpu.dp.rank])
+    assert int(sum(tokens[4:].sum() for tokens in autopar.expert_load(model).values())) == 0
+    for name, gradient in wholes(model, gradients=True).items():
+        assert close(gradient, gradients[name]), name

@@ -73,39 +73,43 @@ def compare(model: Any, plain: Any, replica: int, prompts: list[list[int]], *way
 
 
 @pooled(world_size=2)
-def test_generate_batch() -> None:
+def test_generate_batch_and_requests_that_differ() -> None:
     model = autopar.initialize(grouped(), {"tp": 2})
     plain, moved = grouped(), []
     moves = OffloadingManager.offload_requests
-    try:
-        OffloadingManager.offload_requests = lambda self: moved.append(1) or moves(self)  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OffloadingManager, "offload_requests", lambda self: moved.append(1) or moves(self))
         compare(model, plain, 0, PROMPTS, "greedy")
-    finally:
-        OffloadingManager.offload_requests = moves  # type: ignore[method-assign]
     assert len(moved) > 2, "the cache is too large for this test"
     with torch.inference_mode():
         ids = torch.tensor([PROMPTS[1]])
         alone = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert generated(model)[1][1] == alone[0, 7:].tolist()
 
+    rank = dist.get_rank()
+    with pytest.raises(ConsistencyError, match=r"generate_batch of 5 prompts"):
+        generated(model, PROMPTS[rank:])
+    with pytest.raises(ConsistencyError, match=r"generate_batch of 6 prompts"):
+        generated(model, max_new_tokens=12 + rank)
+    with pytest.raises(ConsistencyError, match=r"init_continuous_batching \(with settings"):
+        model.init_continuous_batching(asked(), cache(page_size=4 + 4 * rank))
+    assert generated(model) == generated(grouped())
+
 
 @pooled(world_size=2)
 def test_a_cache_without_a_size_leaves_the_hosts_memory_to_the_other_ranks() -> None:
     """transformers takes 60 % of all that is not this process's, on each rank of the host."""
     free, asked_for, measure = 64 << 20, [], PagedAttentionMemoryHandler.get_available_memory
-    real, all_of_it = psutil.virtual_memory, psutil.Process().memory_info().rss + (1 << 30)
+    memory = SimpleNamespace(total=psutil.Process().memory_info().rss + (1 << 30), available=free)
     way: dict[str, Any] = {"num_blocks": None, "max_memory_percent": None}
     expected = generated(grouped())
-    try:
-        psutil.virtual_memory = lambda: SimpleNamespace(total=all_of_it, available=free)
-        PagedAttentionMemoryHandler.get_available_memory = (  # type: ignore[method-assign]
-            lambda self: asked_for.append(measure(self)) or asked_for[-1]
-        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: memory)
+        handler = PagedAttentionMemoryHandler
+        patch.setattr(handler, "get_available_memory", lambda self: asked_for.append(measure(self)) or asked_for[-1])
         for mesh in ({"tp": 2}, {}):  # two ranks of a replica; two replicas
             assert generated(autopar.initialize(grouped(), mesh), **way) == expected
             assert generated(autopar.initialize(grouped(), mesh), **way) == expected
-    finally:
-        psutil.virtual_memory, PagedAttentionMemoryHandler.get_available_memory = real, measure  # type: ignore[method-assign]
     assert len(asked_for) == 4 and all(0.25 * free < each < 0.31 * free for each in asked_for), asked_for
 
 
@@ -131,18 +135,13 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.every_case
+@pytest.mark.tier("sweep", only=(*list(MODELS)[1:], *list(WAYS)[3:]))
+@pytest.mark.parametrize("name", [*MODELS, *list(WAYS)[2:]])  # the other ways are compared above
 @pooled(world_size=2)
-def test_models(name: str) -> None:
-    make, config = MODELS[name]
-    compare(autopar.initialize(make(), config), make(), 0, PROMPTS, "sampled")
-
-
-@pytest.mark.parametrize("way", list(WAYS)[2:])  # the others are compared above
-@pooled(world_size=2)
-def test_ways(way: str) -> None:
-    model = autopar.initialize(grouped(2), {"tp": 2})
-    compare(model, grouped(2), 0, PROMPTS, way)
+def test_models_and_ways(name: str) -> None:
+    make, config = MODELS.get(name, (lambda: grouped(2), {"tp": 2}))
+    compare(autopar.initialize(make(), config), make(), 0, PROMPTS, name if name in WAYS else "sampled")
 
 
 @pytest.mark.tier("sweep")
@@ -224,18 +223,6 @@ def test_ranks_leave_together() -> None:
     assert found == ({} if rank else due)
 
 
-@pooled(world_size=2)
-def test_requests_that_differ_raise() -> None:
-    model, rank = autopar.initialize(grouped(), {"tp": 2}), dist.get_rank()
-    with pytest.raises(ConsistencyError, match=r"generate_batch of 5 prompts"):
-        generated(model, PROMPTS[rank:])
-    with pytest.raises(ConsistencyError, match=r"generate_batch of 6 prompts"):
-        generated(model, max_new_tokens=12 + rank)
-    with pytest.raises(ConsistencyError, match=r"init_continuous_batching \(with settings"):
-        model.init_continuous_batching(asked(), cache(page_size=4 + 4 * rank))
-    assert generated(model) == generated(grouped())
-
-
 def no_memory(*_: Any, **__: Any) -> None:
     raise MemoryError("no memory is left here")
 
@@ -253,14 +240,12 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 
     with pytest.raises(error, match="no memory is left here" if rank else r"rank 1 said.*MemoryError: no memory is"):
         served(model, give, 1)
-    known = PagedAttentionMemoryHandler.get_available_memory
-    if rank:
-        PagedAttentionMemoryHandler.get_available_memory = lambda self: 1000  # type: ignore[method-assign]
     model = autopar.initialize(grouped(), {"tp": 2})  # the ranks of the first one have lost each other
     words = r"(?s)ended on all ranks: rank 1 failed.*rank 1 said: MemoryError: Memory footprint"
-    with pytest.raises(error, match="Memory footprint" if rank else words):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error, match="Memory footprint" if rank else words):
+        if rank:
+            patch.setattr(PagedAttentionMemoryHandler, "get_available_memory", lambda self: 1000)
         generated(model)
-    PagedAttentionMemoryHandler.get_available_memory = known  # type: ignore[method-assign]
     assert time.monotonic() - begun < 30
     assert generated(model) == generated(grouped())
 

@@ -8,15 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    MaxTimeCriteria,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-    TextIteratorStreamer,
-    TextStreamer,
-    pipeline,
-)
 
 import autopar
 from autopar.features.generation.generate import AgreedCriteria
@@ -28,34 +21,11 @@ from tests.small import llama
 def tokenizer() -> Any:
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(131)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w1")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w1")
 
 
 def grouped() -> Any:
     return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1).eval()
-
-
-@pooled(world_size=2)
-def test_pipelines_and_streamers() -> None:
-    words, plain = tokenizer(), grouped()
-    asked = ["w5 w6 w7", "w9 w3"]
-    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    expected = pipeline("text-generation", model=plain, tokenizer=words)(asked, **settings)
-    ids = words(asked[0], return_tensors="pt")["input_ids"]
-    whole = words.decode(plain.generate(ids, **settings)[0])
-    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
-        model = autopar.initialize(grouped(), {"model_parallelism": sizes})
-        made = pipeline("text-generation", model=model, tokenizer=words)
-        assert made(asked, **settings) == expected
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            model.generate(ids, streamer=TextStreamer(words), **settings)
-        assert printed.getvalue() == (whole + "\n" if dist.get_rank() == 0 else "")
-        program = TextIteratorStreamer(words)
-        model.generate(ids, streamer=program, **settings)
-        assert "".join(program) == whole  # on every rank
-        served = TextIteratorStreamer(words) if dist.get_rank() == 0 else None  # a server's client
-        model.generate(ids, streamer=served, **settings)
-        assert served is None or "".join(served) == whole
 
 
 def drafter() -> Any:
@@ -81,27 +51,38 @@ def generated(model: Any, way: dict[str, Any], assistant: Any = None) -> list[in
     settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, **way}
     if assistant is not None:
         settings["assistant_model"] = assistant
-    tokens: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
-    return tokens
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
 
 
 @pooled(world_size=2)
-def test_ways_to_generate() -> None:
-    whole = grouped()
-    plain = {name: generated(whole, way, drafter() if "assistant_model" in way else None) for name, way in WAYS.items()}
-    parallel = autopar.initialize(drafter(), {"model_parallelism": {"tensor_parallel_size": 2}})
-    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
-        model = autopar.initialize(grouped(), {"model_parallelism": sizes})
+def test_pipelines_streamers_and_ways_to_generate() -> None:
+    words, plain, asked = tokenizer(), grouped(), ["w5 w6 w7", "w9 w3"]
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    expected = transformers.pipeline("text-generation", model=plain, tokenizer=words)(asked, **settings)
+    ids = words(asked[0], return_tensors="pt")["input_ids"]
+    text = words.decode(plain.generate(ids, **settings)[0])
+    due = {name: generated(plain, way, drafter() if "assistant_model" in way else None) for name, way in WAYS.items()}
+    parallel = autopar.initialize(drafter(), {"tp": 2})
+    for config in ({"tp": 2}, {"pp": 2}):
+        model = autopar.initialize(grouped(), config)
+        made = transformers.pipeline("text-generation", model=model, tokenizer=words)
+        assert made(asked, **settings) == expected
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            model.generate(ids, streamer=transformers.TextStreamer(words), **settings)
+        assert printed.getvalue() == (text + "\n" if dist.get_rank() == 0 else "")
+        program = transformers.TextIteratorStreamer(words)
+        model.generate(ids, streamer=program, **settings)
+        assert "".join(program) == text  # on every rank
+        served = transformers.TextIteratorStreamer(words) if dist.get_rank() == 0 else None  # a server's client
+        model.generate(ids, streamer=served, **settings)
+        assert served is None or "".join(served) == text
         for name, way in WAYS.items():
-            if "assistant_model" not in way:
-                assert generated(model, way) == plain[name], (name, sizes)
-                continue
-            assert generated(model, way, drafter()) == plain[name], (name, sizes)
-            assert generated(model, way, parallel) == plain[name], (name, sizes)
-    assert generated(whole, WAYS["assisted"], parallel) == plain["assisted"]
+            for assistant in (drafter(), parallel) if "assistant_model" in way else (None,):
+                assert generated(model, way, assistant) == due[name], (name, config)
+    assert generated(plain, WAYS["assisted"], parallel) == due["assisted"]
 
 
-class Rows(StoppingCriteria):
+class Rows(transformers.StoppingCriteria):
     """What a program of the user's says: which rows have got enough, and when."""
 
     def __init__(self, lengths: dict[int, int]) -> None:
@@ -128,7 +109,7 @@ def test_ranks_stop_at_the_same_token() -> None:
         assert torch.equal(model.generate(ids, stopping_criteria=[own], **settings), expected)
         own = Rows(dict.fromkeys(range(4), 9 + 2 * rank))
         assert torch.equal(model.generate(ids, stopping_criteria=[own], num_beams=2, **settings), beams)
-        over = MaxTimeCriteria(60.0, time.time() - 100 * rank)  # by the clock of rank 1
+        over = transformers.MaxTimeCriteria(60.0, time.time() - 100 * rank)  # by the clock of rank 1
         assert torch.equal(model.generate(ids, stopping_criteria=[over], **settings), expected[:, :5])
         time.sleep(0.02 * rank)
         one, other = everyones(model.generate(ids, max_time=0.05, **{**settings, "max_new_tokens": 50}).shape)

@@ -32,7 +32,7 @@ SUMMED = [
 RANKS = [*mainly(2, 3, 5), *in_tier("sweep", [4])]
 
 
-def _axes(size: int) -> tuple[Axis, Axis]:
+def axes_of(size: int) -> tuple[Axis, Axis]:
     return MPU(size, cpu_transport="gloo").tp, MPU(size, cpu_transport="shm").tp
 
 
@@ -50,7 +50,7 @@ def _assert_sum(found: torch.Tensor, gloo: torch.Tensor, mine: torch.Tensor) -> 
 
 
 def _all_reduce_like_gloo() -> None:
-    gloo, shm = _axes(dist.get_world_size())
+    gloo, shm = axes_of(dist.get_world_size())
     slot = host_transport._SLOT
     shapes: list[tuple[int, ...]] = [(), (1,), (1, 1, 512), (3, 5, 7), (0,), (2, 0, 3), (17_001,), (slot // 4 + 3,)]
     for dtype in SUMMED:
@@ -73,7 +73,7 @@ def test_an_all_reduce_is_that_of_gloo(size: int) -> None:
 
 
 def _others_like_gloo() -> None:
-    gloo, shm = _axes(dist.get_world_size())
+    gloo, shm = axes_of(dist.get_world_size())
     size, slot = gloo.size, host_transport._SLOT
     for dtype in (*SUMMED, torch.bool, torch.complex64, torch.int16, torch.float8_e4m3fn):
         for width in (1, 3, 0, slot // dtype.itemsize + 5):
@@ -103,7 +103,7 @@ def test_gather_and_scatter_are_those_of_gloo(size: int) -> None:
 
 @pooled(world_size=3)
 def test_shards_of_different_width_are_gathered() -> None:
-    gloo, shm = _axes(3)
+    gloo, shm = axes_of(3)
     for elements in (7, 2, 1):  # with fewer than ranks some hold none
         layout = collectives.even_layout(elements, 3)
         width = layout.local_size(gloo.rank)
@@ -119,7 +119,7 @@ def test_shards_of_different_width_are_gathered() -> None:
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_tensors_that_are_not_contiguous() -> None:
-    gloo, shm = _axes(2)
+    gloo, shm = axes_of(2)
     slot = host_transport._SLOT
     for base in (values((6, 4), torch.float32), values((slot // 1024, 700), torch.float32)):
         for mine in (base.t(), base[:, ::2], base[1:].t()[1:], base[:1].expand(5, -1)):
@@ -135,19 +135,15 @@ def test_tensors_that_are_not_contiguous() -> None:
     wanted = collectives.reduce(values((4, 6), torch.float32), gloo)
     assert torch.equal(rows[:, 1:3], wanted[:, 1:3])
     assert torch.equal(rows[:, 3:], values((4, 6), torch.float32)[:, 3:])
-
-
-@pooled(world_size=2)
-def test_numbers_that_are_none_have_the_same_bits_on_all_ranks() -> None:
-    _, shm = _axes(2)
-    bits = torch.tensor([0x7FC00001 + dist.get_rank(), 0x7F800000, 0x00000001], dtype=torch.int32)  # nan, inf, denormal
+    # Numbers that are none have the same bits on all ranks: nan, inf, denormal.
+    bits = torch.tensor([0x7FC00001 + dist.get_rank(), 0x7F800000, 0x00000001], dtype=torch.int32)
     same_on_all(collectives.reduce(bits.view(torch.float32), shm))
 
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_modes_of_autograd() -> None:
-    gloo, shm = _axes(2)
+    gloo, shm = axes_of(2)
     mine = values((3, 4), torch.float32)
     layout = collectives.even_layout(6, 2)
     for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
@@ -173,12 +169,9 @@ def test_modes_of_autograd() -> None:
 def test_who_follows_tensors_sees_what_a_collective_makes() -> None:
     from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
-    _, shm = _axes(2)
+    _, shm = axes_of(2)
 
     class Follow(TensorTracking):
-        marked: set[Any]
-        alive: list[Any]
-
         def track(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
             self.alive.append((args, result))  # a storage that has ended gives its number to another one
             if any(storage_key(tensor) in self.marked for tensor in tensors_in((args, kwargs))):

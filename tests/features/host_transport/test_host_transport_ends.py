@@ -1,7 +1,8 @@
-"""The end of shared memory between ranks: given back, refused to forks, and what ranks learn of those that are gone."""
+"""When shared memory carries the collectives, and its end: given back, refused to forks, failed ranks."""
 
 import mmap
 import os
+import platform
 import re
 import signal
 import time
@@ -15,17 +16,15 @@ from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.errors import PipelineError
+from autopar.distributed.process import Process
+from autopar.errors import ConfigError, PipelineError
 from autopar.features.host_transport import transport as host_transport
-from autopar.features.host_transport.transport import HostTransport, segment_bytes
+from autopar.features.host_transport.transport import HostTransport, _obstacle, _Offer, segment_bytes
+from tests.features.host_transport.test_host_transport import axes_of
 from tests.pool import pooled
 from tests.small import gpt2
 from tests.transports import segments
-from tests.worlds import spawn
-
-
-def _axes(size: int) -> tuple[Axis, Axis]:
-    return MPU(size, cpu_transport="gloo").tp, MPU(size, cpu_transport="shm").tp
+from tests.worlds import raises_everywhere, spawn
 
 
 @pytest.mark.tier("sweep")
@@ -99,7 +98,7 @@ class Rank:
 
 @pooled(world_size=2)
 def test_a_fork_of_a_rank_is_no_rank() -> None:
-    _, shm = _axes(2)
+    _, shm = axes_of(2)
     total = collectives.reduce(torch.ones(4), shm)
     child = os.fork()
     if child == 0:
@@ -111,9 +110,6 @@ def test_a_fork_of_a_rank_is_no_rank() -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(collectives.reduce(torch.ones(4), shm), total)
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pooled(world_size=3)
@@ -137,8 +133,15 @@ def test_ranks_in_different_collectives_learn_it() -> None:
         mpu.destroy()
 
 
+def gone_from(mpu: MPU) -> None:
+    """Rank 0 has left, and all of its last collective was there."""
+    assert collectives.reduce(torch.ones(4), mpu.tp).tolist() == [2] * 4
+    with pytest.raises(dist.DistBackendError, match=r"ranks \[0\] have left it"):
+        collectives.reduce(torch.ones(4), mpu.tp)
+
+
 @pooled(world_size=2)
-def test_a_rank_that_does_not_come_in_time_is_named() -> None:
+def test_a_rank_that_does_not_come_or_is_interrupted_ends_the_collective_of_all() -> None:
     mpu = MPU(2, cpu_transport="shm")
     log = FailureLog(mpu, 1)
     other = 1 - dist.get_rank()
@@ -150,14 +153,9 @@ def test_a_rank_that_does_not_come_in_time_is_named() -> None:
         assert 1 <= time.monotonic() - start < 3
     dist.barrier()
     if dist.get_rank() == 1:
-        assert collectives.reduce(torch.ones(4), mpu.tp).tolist() == [2] * 4  # all of it was there
-        with pytest.raises(dist.DistBackendError, match=r"ranks \[0\] have left it"):
-            collectives.reduce(torch.ones(4), mpu.tp)
+        gone_from(mpu)
     dist.barrier()
 
-
-@pooled(world_size=2)
-def test_an_interrupt_ends_the_collective_of_all() -> None:
     mpu = MPU(2, cpu_transport="shm")
     if dist.get_rank() == 0:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -168,9 +166,7 @@ def test_an_interrupt_ends_the_collective_of_all() -> None:
         dist.barrier()
     else:
         dist.barrier()
-        assert collectives.reduce(torch.ones(4), mpu.tp).tolist() == [2] * 4  # all of it was there
-        with pytest.raises(dist.DistBackendError, match=r"ranks \[0\] have left it"):
-            collectives.reduce(torch.ones(4), mpu.tp)
+        gone_from(mpu)
     dist.barrier()
 
 
@@ -202,3 +198,80 @@ def test_a_rank_that_is_killed_is_named_and_leaves_nothing(doomed: int) -> None:
     spawn(__name__, "_killed", 3, 60.0, (doomed,), expect_dead=(doomed,))
     left = {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp")}
     assert not [name for name in left if "autopar" in name]
+
+
+def _offers(hosts: str, cores: int = 8, problems: dict[int, str] | None = None) -> list[_Offer]:
+    """One rank on each of these hosts of one letter."""
+    problem = problems or {}
+    return [
+        _Offer(Process(f"{host} boot-{host}", rank, "1"), frozenset(range(cores)), -1, problem.get(rank, ""))
+        for rank, host in enumerate(hosts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "groups", "cores", "choice", "expected"),
+    [
+        ("aaaa", [[0, 1], [2, 3]], 4, "auto", ""),
+        ("aabb", [[0, 1], [2, 3]], 2, "auto", ""),
+        ("aaaa", [[0, 1], [2, 3]], 3, "auto", "4 ranks run on the 3 cores of a (boot-a)"),
+        ("aaaa", [[0, 1], [2, 3]], 3, "shm", ""),
+        (
+            "aaab",
+            [[0, 1], [2, 3]],
+            9,
+            "shm",
+            "ranks [2, 3] form a group, and rank 2 runs on a (boot-a), rank 3 on b (boot-b)",
+        ),
+    ],
+)
+def test_who_shares_memory(hosts: str, groups: list[list[int]], cores: int, choice: str, expected: str) -> None:
+    assert _obstacle(_offers(hosts, cores), groups, choice) == expected
+    offers = [offer._replace(cores=frozenset({rank})) for rank, offer in enumerate(_offers("aaaa"))]
+    assert _obstacle(offers, [[0, 1, 2, 3]], "auto") == ""
+    assert _obstacle(offers[:1] * 2, [[0, 1]], "auto") == "2 ranks run on the 1 cores of a (boot-a)"
+
+
+@pooled(world_size=2)
+def test_auto_takes_shared_memory_where_it_can_and_shm_is_an_error_elsewhere() -> None:
+    with pytest.raises(ConfigError, match=re.escape("cpu_transport must be auto, gloo or shm, not mpi")):
+        MPU(2, cpu_transport="mpi")
+    for cores, expected in ((2, HostTransport), (1, type(None))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+            assert type(MPU(2).tp.transport) is expected
+            assert type(MPU(2, cpu_transport="shm").tp.transport) is HostTransport
+            assert MPU(2, cpu_transport="gloo").tp.transport is None
+            assert MPU(1, cpu_transport="shm").tp.transport is None  # nothing to carry
+
+    rank = dist.get_rank()
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def other_place() -> str:
+        return f"host-{rank} boot"
+
+    size = segment_bytes(2)
+    before = segments()
+    cases = [
+        (platform, "machine", lambda: "aarch64" if rank else "x86_64", "rank 1: its processor, aarch64, may show"),
+        (os, "posix_fallocate", refuse, f"rank 0: there are no {size} bytes to share ([Errno 28] No space left"),
+        (host_transport.mmap, "mmap", refuse, "rank 0: it cannot open the memory of rank 0 ([Errno 28] No space"),
+        (host_transport, "segment_bytes", lambda _: size + rank, "rank 1: /proc/"),
+        (
+            host_transport.Process,
+            "current",
+            lambda: Process(other_place(), os.getpid(), ""),
+            "ranks [0, 1] form a group, and rank 0 runs on host-0 (boot), rank 1 on host-1 (boot)",
+        ),
+    ]
+    for holder, name, instead, text in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(holder, name, instead)
+            groups = len(dist.distributed_c10d._world.pg_map)
+            with raises_everywhere(ConfigError, f"cpu_transport=shm is not supported here: {text}", "or auto, which"):
+                MPU(2, cpu_transport="shm")
+            assert len(dist.distributed_c10d._world.pg_map) == groups
+            assert MPU(2).tp.transport is None
+    assert segments() == before

@@ -23,7 +23,7 @@ from autopar.tensor_parallel import (
 )
 from tests.parity import close
 from tests.pool import pooled
-from tests.small import llama
+from tests.small import gpt2, llama
 
 WIDTH, HEADS, FFN, VOCAB = 20, 5, 13, 31  # none of them divides by 2 or 4
 
@@ -179,10 +179,46 @@ def test_what_cannot_be_built_says_why() -> None:
 
 
 @pooled(world_size=2)
-def test_layers_that_initialize_swapped_are_instances() -> None:
+def test_classes_and_marks_of_layers_that_initialize_swapped() -> None:
     model = autopar.initialize(llama(), {"tp": 2})
     block = model.model.layers[0]
     assert isinstance(block.mlp.gate_proj, ColumnParallelLinear)
     assert isinstance(block.mlp.down_proj, RowParallelLinear)
     assert not isinstance(block.mlp.down_proj, ColumnParallelLinear)
     assert isinstance(model.get_input_embeddings(), VocabParallelEmbedding)
+
+    model = autopar.initialize(gpt2(), {"tp": 2})
+    block = model.transformer.h[0]
+    for _ in range(2):
+        fused, row, norm = block.attn.c_attn.weight, block.attn.c_proj.weight, block.ln_1.weight
+        assert [getattr(fused, name) for name in NAMES[:3]] == [True, 1, 3]
+        assert [getattr(row, name) for name in NAMES[:3]] == [True, 0, 1]
+        assert [getattr(norm, name) for name in NAMES[:3]] == [False, -1, 1]
+        model.to(torch.float64)
+    plain = autopar.deparallelize(model)
+    assert not any(hasattr(parameter, name) for parameter in plain.parameters() for name in NAMES)
+
+    ids = torch.arange(12).view(2, 6)
+    for build in (llama, lambda: llama(num_key_value_heads=1), gpt2):
+        for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+            plain, model = build().train(), autopar.initialize(build().train(), {"model_parallelism": sizes})
+            plain(ids, labels=ids).loss.backward()
+            model.execute_pipeline({"input_ids": ids, "labels": ids})
+            true = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+            torch.testing.assert_close(norm_by_marks(model), true, rtol=1e-5, atol=0)
+
+
+NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated")
+
+
+def norm_by_marks(model: Any) -> torch.Tensor:
+    """As Megatron reads them: on every rank what is sharded, the rest on the first one; what stages share once."""
+    first = model.mpu.get_tensor_parallel_rank() == 0
+    counted = [
+        parameter.grad
+        for parameter in model.parameters()
+        if not getattr(parameter, "shared", False) and (getattr(parameter, "tensor_model_parallel", False) or first)
+    ]
+    total = sum(gradient.square().sum() for gradient in counted) + torch.zeros(())
+    dist.all_reduce(total)  # one replica is the world
+    return total.sqrt()

@@ -50,7 +50,6 @@ def test_the_loop(schedule: str) -> None:
         forward_backward(forward_step_func=_forward_step, data_iterator=iter([]), **{**settings, "num_microbatches": 0})
     with pytest.raises(ConfigError, match="is not parallelized"):
         forward_backward(forward_step_func=_forward_step, data_iterator=iter([]), **{**settings, "model": plain})
-    piped.mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -143,7 +142,6 @@ def test_three_values_of_loss_func_and_lists_of_iterators(sizes: tuple[int, int]
         assert len(reports) == (4 if pipeline_of(model).last else 0)
         assert [int(report["lm loss"][1]) for report in reports] in ([], [7, 0, 9, 10])
         same_gradients(model, plain)
-    model.mpu.destroy()
 
 
 @pooled(world_size=4)
@@ -164,7 +162,6 @@ def test_ranks_without_an_iterator_get_their_data_by_broadcast() -> None:
         data = iter(batches) if mpu.tp.rank == 0 else None
         get_forward_backward_func()(forward_step_func=forward_step, data_iterator=data, model=model, num_microbatches=2)
     same_gradients(model, plain)
-    mpu.destroy()
 
 
 @pytest.mark.tier("sweep")
@@ -191,4 +188,3 @@ def test_what_is_not_megatrons_is_named() -> None:
         forward_step_func=returning(torch.ones(())),
     )
     raises("forward_step_func must return (outputs, loss_func), not", forward_step_func=lambda i, m: m(**next(i)))
-    model.mpu.destroy()

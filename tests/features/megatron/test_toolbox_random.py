@@ -51,7 +51,7 @@ def test_a_stream_draws_what_its_seed_says_and_the_default_one_does_not_notice()
     assert torch.equal(torch.rand(4), default[2])
 
 
-def test_forks_nest():
+def test_forks_nest_and_end_after_an_exception():
     tracker = tracker_of(a=2, b=3)
     default, a, b = stream(1, 4, 4), stream(2, 4, 4, 4, 4, 4), stream(3, 4, 4)
     torch.rand(4)
@@ -68,8 +68,6 @@ def test_forks_nest():
         assert torch.equal(torch.rand(4), a[4])
     assert torch.equal(torch.rand(4), default[1])
 
-
-def test_a_fork_ends_after_an_exception():
     tracker = tracker_of(a=2, b=3)
     default, a = stream(1, 4), stream(2, 4, 4)
     with pytest.raises(KeyError), tracker.fork("a"), tracker.fork("b"):

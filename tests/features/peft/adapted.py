@@ -1,14 +1,14 @@
 """Plain models with adapters, and a parallelized one against the plain one: only adapters have gradients."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-import autopar
-from tests.parity import _everyones, close, randomise
+from tests.features.experts.mixtures import compare
+from tests.parity import _everyones, randomise
+from tests.small import llama
 
 peft = pytest.importorskip("peft")
 
@@ -38,6 +38,18 @@ def randomise_adapters(model: Any, seed: int = 2) -> Any:
     return model
 
 
+def two_adapters() -> Any:
+    """A Llama with two adapters, of which the first is active."""
+    model = with_lora(
+        llama(), target_modules=["q_proj", "v_proj", "o_proj", "embed_tokens"], modules_to_save=["lm_head"]
+    )
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["down_proj", "k_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("second")
+    randomise_adapters(model, 5)
+    model.set_adapter("default")
+    return model
+
+
 def batch(seed: int = 0, rows: int = 2, length: int = 7, vocabulary: int = 131) -> dict[str, torch.Tensor]:
     """Words and labels."""
     generator = torch.Generator().manual_seed(seed)
@@ -59,35 +71,6 @@ def whole_of(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return result
 
 
-def same_training(plain: Any, config: dict[str, Any], steps: int = 2, **given: Any) -> Any:
-    """Train both for some steps of two micro-batches each, and compare all of it; returns the parallelized model."""
-    plain.train()
-    model = copy.deepcopy(plain)
-    adam = {"lr": 1e-2, "eps": 1e-3}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **adam)  # made before
-    model = autopar.initialize(model, config, **given)
-    expected = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **adam)
-    for step in range(steps):
-        for number in range(2):
-            data = batch(10 * step + number, length=6 + number)
-            ours, theirs = model(**data), plain(**data)
-            close(ours.loss.detach(), theirs.loss.detach(), f"loss of step {step}")
-            close(ours.logits.detach()[:], theirs.logits.detach(), f"logits of step {step}")
-            (ours.loss / 2).backward()
-            (theirs.loss / 2).backward()
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        names = {name: p for name, p in plain.named_parameters() if p.requires_grad}
-        assert trained.keys() == names.keys()
-        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-        gradients = whole_of(model, {name: p.grad for name, p in trained.items()})
-        for name, parameter in names.items():
-            close(gradients[name], parameter.grad, f"gradient of {name} in step {step}")
-        norm = torch.nn.utils.clip_grad_norm_(names.values(), 0.5)
-        close(autopar.clip_grad_norm_(model, 0.5), norm, f"norm of step {step}")
-        optimizer.step()
-        expected.step()
-        for name, weight in whole_of(model, {name: p.data for name, p in trained.items()}).items():
-            close(weight, names[name].data, f"{name} after step {step}")
-        optimizer.zero_grad()
-        expected.zero_grad()
-    return model
+def same_training(plain: Any, config: dict[str, Any]) -> Any:
+    """Compare training in fp64 with one process, where only adapters have gradients; returns the parallelized model."""
+    return compare(plain.double, config)[0]

@@ -1,4 +1,4 @@
-"""Adapters that come after ``initialize``: the initial values, and then the training, of one process."""
+"""Adapters after ``initialize``, what PEFT offers on sharded ones, and what is refused by its name."""
 
 import copy
 from pathlib import Path
@@ -13,13 +13,17 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import autopar
 from autopar.errors import ConfigError
 from autopar.integrations import add_adapter, get_peft_model
-from tests.features.peft.adapted import batch, peft, whole_of, with_lora
+from autopar.plan.make_plan import make_plan
+from autopar.plan.stages import make_stages
+from autopar.policy.match import find_policy
+from tests.exchange import everyones, same_random_states
+from tests.features.peft.adapted import batch, peft, two_adapters, whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
-TP = {"model_parallelism": {"tensor_parallel_size": 2}}
+TP = {"tp": 2}
 
 
 def _config(**changes: Any) -> Any:
@@ -104,7 +108,7 @@ def test_get_peft_model_on_a_parallelized_model(tmp_path: Path):
 def test_other_models_and_what_is_refused():
     with raises_everywhere(ConfigError, "add_adapter expected a PeftModel, got GPT2LMHeadModel", "get_peft_model"):
         add_adapter(gpt2(), "second", _config())
-    staged = autopar.initialize(llama(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+    staged = autopar.initialize(llama(), {"pp": 2})
     torch.manual_seed(5)
     staged = get_peft_model(staged, _config())
     torch.manual_seed(5)
@@ -148,3 +152,133 @@ def test_prompts_and_prefixes_after_initialize(kind: str):
     torch.manual_seed(5)
     model = get_peft_model(model, config)
     close(torch.stack(_steps(model, 2)), torch.stack(_steps(plain, 2)), "losses")
+
+
+def _same_logits(model: Any, plain: Any, when: str) -> torch.Tensor:
+    with torch.no_grad():
+        expected = plain(input_ids=batch()["input_ids"]).logits
+        close(model(input_ids=batch()["input_ids"]).logits[:], expected, f"logits {when}")
+    return expected
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_switching_merging_generating_and_back():
+    plain = two_adapters().eval()
+    model = autopar.initialize(copy.deepcopy(plain), TP)
+    assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+    first = _same_logits(model, plain, "with the first adapter")
+    with model.disable_adapter(), plain.disable_adapter():
+        assert not torch.allclose(_same_logits(model, plain, "without adapters"), first, atol=1e-3)
+    for each in (model, plain):
+        each.set_adapter("second")
+    second = _same_logits(model, plain, "with the second adapter")
+    assert not torch.allclose(second, first, atol=1e-3)
+    for each in (model, plain):
+        each.base_model.set_adapter(["default", "second"])
+    _same_logits(model, plain, "with both adapters")
+    for each in (model, plain):
+        each.merge_adapter()
+    _same_logits(model, plain, "with merged adapters")
+    for each in (model, plain):
+        each.unmerge_adapter()
+    _same_logits(model, plain, "with adapters that are unmerged again")
+    ids = batch()["input_ids"]
+    words = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(input_ids=ids, **words), plain.generate(input_ids=ids, **words))
+    back = autopar.deparallelize(model)
+    assert not hasattr(back, "mpu")
+    for name, parameter in back.named_parameters():
+        close(parameter, plain.get_parameter(name), name)
+    _same_logits(back.merge_and_unload(), plain.merge_and_unload(), "after merge_and_unload")
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_what_would_be_wrong_on_shards_is_refused():
+    plain = with_lora(llama(), target_modules=["q_proj", "o_proj"])
+    plain.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj"]))
+    model = autopar.initialize(plain.eval(), TP)
+    ids = batch()["input_ids"]
+    with pytest.raises(ConfigError, match=r"adapter_names is not supported with tensor.*\n.*set_adapter"):
+        model(input_ids=ids, adapter_names=["default", "second"])
+    for name in ("merge_and_unload", "unload", "delete_adapter"):
+        with pytest.raises(ConfigError, match=rf"{name} is not .*\n  Call autopar.deparallelize\(model\).{name}"):
+            getattr(model, name)(*(["second"] if name == "delete_adapter" else []))
+    model(input_ids=ids)
+    assert set(autopar.deparallelize(model).merge_and_unload().state_dict()) == set(llama().state_dict())
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_dropout_in_front_of_adapters_is_that_of_one_model():
+    """The same mask where the input is whole, another one on each rank where it is sharded."""
+    plain = with_lora(llama(), target_modules=["q_proj", "o_proj"], lora_dropout=0.5)
+    model = autopar.initialize(plain, TP).train()
+    masks: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if name.endswith("lora_dropout.default"):
+            module.register_forward_hook(lambda _, x, y, name=name: masks.update({name: (y == 0).long()}))
+    model(**batch()).loss.backward()
+    for name, mask in masks.items():
+        mine = mask[..., :8]  # of 12 features on each rank, or of all 24
+        assert 0.3 < mine.float().mean() < 0.7, name
+        assert torch.equal(*everyones(mine)) is ("q_proj" in name), name
+    assert len(masks) == 4
+    same_random_states()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT reads it
+
+_LINEAR = ["q_proj", "o_proj"]
+METHODS = {
+    "DoRA and dropout": (
+        lambda: peft.LoraConfig(target_modules=_LINEAR, use_dora=True, lora_dropout=0.1),
+        r"lora_dropout of the DoRA adapter 'default' \(at .*q_proj\)",
+    ),
+    "aLoRA": (
+        lambda: peft.LoraConfig(target_modules=_LINEAR, alora_invocation_tokens=[1], task_type="CAUSAL_LM"),
+        r"PEFT's ALoraLinear of adapter 'default' \(at .*q_proj\), a variant of LoRA",
+    ),
+    "AdaLoRA": (
+        lambda: peft.AdaLoraConfig(target_modules=_LINEAR, total_step=9),
+        r"PEFT's ADALORA \(adapter 'default'",
+    ),
+    "LoHa": (lambda: peft.LoHaConfig(target_modules=_LINEAR), r"PEFT's LOHA"),
+    "VeRA": (lambda: peft.VeraConfig(target_modules=_LINEAR), r"PEFT's VERA"),
+    "LayerNorm": (lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]), r"PEFT's LN_TUNING"),
+    "tokens": (
+        lambda: peft.LoraConfig(target_modules=_LINEAR, trainable_token_indices=[1, 2]),
+        r"PEFT's trainable_tokens layer TrainableTokensLayer on a Embedding",
+    ),
+    "tied": (
+        lambda: peft.LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True),
+        r"ensure_weight_tying=True of PEFT's LORA",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", METHODS)
+def test_other_methods_are_refused_by_name_over_tensor_parallel_ranks(name: str):
+    config, text = METHODS[name]
+    model = peft.get_peft_model(llama(), config())
+    names = list(model.state_dict())
+    policy = find_policy(model)
+    with pytest.raises(ConfigError, match=rf"tensor_parallel_size=2 is not supported with {text}(.|\n)*LoRA"):
+        make_plan(model, policy, 2)
+    make_plan(model, policy, 1)  # one rank computes what PEFT has
+    assert list(model.state_dict()) == names
+
+
+def test_prompts_through_stages_and_quantized_layers_of_other_libraries_are_refused():
+    for config in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
+        model = peft.get_peft_model(llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 is not supported with PEFT's P"):
+            make_stages(model, find_policy(model), 2)
+    model = with_lora(llama(), target_modules=_LINEAR)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    layer.__class__ = type("HqqLoraLinear", (type(layer),), {"__module__": "peft.tuners.lora.hqq"})
+    words = r"PEFT's lora layer HqqLoraLinear on a Linear \(at .*layers.0.self_attn.q_proj"
+    with pytest.raises(ConfigError, match=words):
+        make_plan(model, find_policy(model), 2)

@@ -1,7 +1,9 @@
-"""Adapters of a parallelized model in PEFT's own files, read by plain PEFT; checkpoints that hold them, on any mesh."""
+"""Adapters in PEFT's own files and in checkpoints of any mesh; adapters of a model without memory."""
 
 import copy
 import json
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import autopar
 from autopar.checkpoint import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
-from tests.features.peft.adapted import batch, peft, phi3, randomise_adapters, whole_of, with_lora
+from tests.features.peft.adapted import batch, peft, phi3, two_adapters, whole_of, with_lora
+from tests.once import by_rank_0
 from tests.parity import close
 from tests.pool import pooled
 from tests.random_models import build, cases, kind
 from tests.small import gpt2, llama
-
-
-def _adapted() -> Any:
-    model = with_lora(
-        llama(), target_modules=["q_proj", "v_proj", "o_proj", "embed_tokens"], modules_to_save=["lm_head"]
-    )
-    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["down_proj", "k_proj"], task_type="CAUSAL_LM"))
-    model.set_adapter("second")
-    randomise_adapters(model, 5)
-    model.set_adapter("default")
-    return model
+from tests.worlds import raises_everywhere
 
 
 def _files(folder: Path) -> dict[str, Any]:
@@ -47,8 +41,8 @@ def _files(folder: Path) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pooled(world_size=2)
 def test_files_are_those_of_peft(tmp_path: Path):
-    plain = _adapted()
-    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+    plain = two_adapters()
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
     for folder in ("through peft", "plain"):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "README.md").write_text("---\ntags: [mine]\n---\nA card of the user's.\n")
@@ -77,12 +71,12 @@ def test_files_are_those_of_peft(tmp_path: Path):
 
 
 @pooled(world_size=2)
-def test_merged_adapters_are_saved_with_the_weights(tmp_path: Path):
+def test_merged_adapters_are_saved_with_the_weights_and_what_saving_refuses(tmp_path: Path):
     """In place, without the whole model on a rank; experts are written one by one, as on the hub."""
     case = next(case for case in cases("mixtral") if kind(case.head) == "causal")
     for number, build_plain in enumerate((phi3, lambda: build(case, 6, 3))):
         plain = with_lora(build_plain(), target_modules="all-linear")
-        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+        model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
         folder = tmp_path / str(number)
         with pytest.raises(
             CheckpointError,
@@ -96,6 +90,26 @@ def test_merged_adapters_are_saved_with_the_weights(tmp_path: Path):
             again = type(merged).from_pretrained(folder)
             for name, weight in merged.state_dict().items():
                 close(again.state_dict()[name], weight, name)
+
+    size = {"tp": 2}
+    model = autopar.initialize(with_lora(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True), size)
+    with pytest.raises(CheckpointError, match=r"adapter_only=True is not supported with merge_checkpoints=True"):
+        model.save_parallelized(tmp_path / "x", adapter_only=True, merge_checkpoints=True)
+    with pytest.raises(CheckpointError, match=r"save_pretrained of a parallelized model does not support state_dict="):
+        model.save_pretrained(tmp_path / "x", state_dict={"a": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"selected_adapters=\['other'\] must be adapters of the model: default"):
+        model.save_pretrained(tmp_path / "x", selected_adapters=["other"])
+    with pytest.raises(ConfigError, match=r"push_to_hub: this rank holds only its shards of PeftModel"):
+        model.push_to_hub("nobody/nothing")
+    with pytest.raises(ConfigError, match=r"save_pretrained: this rank holds only its shards of GPT2LMHeadModel"):
+        model.get_base_model().save_pretrained(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    plain = autopar.initialize(gpt2(), size)
+    with pytest.raises(CheckpointError, match=r"got GPT2LMHeadModel, which contains none.*\n.*get_peft_model before"):
+        plain.save_parallelized(tmp_path / "x", adapter_only=True)
+    staged = autopar.initialize(gpt2(), {"pp": 2})
+    with pytest.raises(ConfigError, match=r"PEFT cannot add adapters(.|\n)*integrations\.get_peft_model"):
+        peft.get_peft_model(staged, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
 
 
 def _adam(model: Any) -> Any:
@@ -111,7 +125,7 @@ def _step(*optimizers: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pooled(world_size=4)
 def test_checkpoints_of_adapted_models_load_on_any_mesh(tmp_path: Path):
-    plain = _adapted()
+    plain = two_adapters()
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     first = copy.deepcopy(plain).train()
     optimizer = _adam(first)
@@ -129,7 +143,7 @@ def test_checkpoints_of_adapted_models_load_on_any_mesh(tmp_path: Path):
         for parameter in model.parameters():
             parameter.data.zero_()
         optimizer = _adam(model.train())
-        model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": tp}})
+        model = autopar.initialize(model, {"tp": tp})
         model.from_parallelized(tmp_path / "stages", optimizer=optimizer)
         weights = whole_of(model, dict(model.named_parameters()))
         for name, parameter in plain.named_parameters():
@@ -149,24 +163,94 @@ def test_checkpoints_of_adapted_models_load_on_any_mesh(tmp_path: Path):
             merge_checkpoint(tmp_path / "stages", tmp_path / "merged")
 
 
+_Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def _lazy(folder: Path, inside: bool, **settings: Any) -> Any:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj", "embed_tokens"], **settings)
+    with autopar.lazy_init():
+        model = LlamaForCausalLM.from_pretrained(folder)
+        if inside:
+            return peft.get_peft_model(model, config)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("inside", [True, False])
 @pooled(world_size=2)
-def test_what_saving_refuses(tmp_path: Path):
-    size = {"model_parallelism": {"tensor_parallel_size": 2}}
-    model = autopar.initialize(with_lora(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True), size)
-    with pytest.raises(CheckpointError, match=r"adapter_only=True is not supported with merge_checkpoints=True"):
-        model.save_parallelized(tmp_path / "x", adapter_only=True, merge_checkpoints=True)
-    with pytest.raises(CheckpointError, match=r"save_pretrained of a parallelized model does not support state_dict="):
-        model.save_pretrained(tmp_path / "x", state_dict={"a": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"selected_adapters=\['other'\] must be adapters of the model: default"):
-        model.save_pretrained(tmp_path / "x", selected_adapters=["other"])
-    with pytest.raises(ConfigError, match=r"push_to_hub: this rank holds only its shards of PeftModel"):
-        model.push_to_hub("nobody/nothing")
-    with pytest.raises(ConfigError, match=r"save_pretrained: this rank holds only its shards of GPT2LMHeadModel"):
-        model.get_base_model().save_pretrained(tmp_path / "x")
-    assert not (tmp_path / "x").exists()
-    plain = autopar.initialize(gpt2(), size)
-    with pytest.raises(CheckpointError, match=r"got GPT2LMHeadModel, which contains none.*\n.*get_peft_model before"):
-        plain.save_parallelized(tmp_path / "x", adapter_only=True)
-    staged = autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
-    with pytest.raises(ConfigError, match=r"PEFT cannot add adapters(.|\n)*integrations\.get_peft_model"):
-        peft.get_peft_model(staged, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+def test_adapters_begin_as_peft_begins(tmp_path: Path, inside: bool):
+    by_rank_0(llama().save_pretrained)(tmp_path)
+    size = {"tp": 2}
+    with pytest.raises(ConfigError, match=r"adapter 'default' at .*embed_tokens is initialized by False.*\n.*True"):
+        autopar.initialize(_lazy(tmp_path, inside, init_lora_weights=False), size)
+    if not inside:  # values are for a model that has memory
+        model = _lazy(tmp_path, inside)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            peft.set_peft_model_state_dict(model, {f"{_Q}.lora_A.weight": torch.ones(4, 24)})
+        with pytest.raises(ConfigError, match=r"1 weights of PeftModel were written into before initialize: .*lora_A"):
+            autopar.initialize(model, size)
+    model = autopar.initialize(_lazy(tmp_path, inside, modules_to_save=["lm_head"]), size)
+    found = whole_of(model, {name: p.data for name, p in model.named_parameters() if p.requires_grad})
+    assert len(found) == 2 * 2 * 2 + 2 + 1
+    for name, weight in found.items():
+        if "lora_B" in name or "embedding_A" in name:
+            assert not weight.any(), name
+        elif "lora_A" in name:
+            bound = 1 / math.sqrt(weight.shape[1])  # of the whole layer's inputs
+            assert 0.8 * bound < weight.abs().max() <= bound, name
+    plain = llama()
+    close(model(**batch()).logits[:], plain(**batch()).logits, "logits")
+    name = "base_model.model.lm_head.modules_to_save.default.weight"
+    assert torch.equal(found[name], plain.lm_head.weight)
+
+
+@pooled(world_size=2)
+def test_zero_3_keeps_rows_of_the_same_adapters(tmp_path: Path):
+    by_rank_0(llama().save_pretrained)(tmp_path)
+    models = []
+    for config in ({"tp": 1}, {"zero": {"stage": 3}}):
+        torch.manual_seed(4)
+        models.append(autopar.initialize(_lazy(tmp_path, inside=True, modules_to_save=["lm_head"]), config))
+    for (name, mine), whole in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+        assert mine.requires_grad == whole.requires_grad, name
+        assert torch.equal(mine.full_tensor(), whole), name
+    close(models[1](**batch()).logits, llama()(**batch()).logits, "logits")
+
+
+@pooled(world_size=2)
+def test_files_of_an_adapter_are_for_a_parallelized_model(tmp_path: Path):
+    base, folder, size = tmp_path / "base", tmp_path / "adapter", {"tp": 2}
+    if dist.get_rank() == 0:
+        llama().save_pretrained(base)
+        with_lora(LlamaForCausalLM.from_pretrained(base)).save_pretrained(folder)
+    dist.barrier()
+
+    def inside(load: Any) -> Any:
+        with autopar.lazy_init():
+            return load()
+
+    def after() -> Any:
+        model = inside(lambda: LlamaForCausalLM.from_pretrained(base))
+        model.load_adapter(folder)
+        return autopar.initialize(model, size)
+
+    calls = [
+        lambda: autopar.from_pretrained(AutoModelForCausalLM, folder, size),
+        lambda: autopar.from_pretrained(peft.AutoPeftModelForCausalLM, folder, size),
+        lambda: inside(lambda: AutoModelForCausalLM.from_pretrained(folder)),
+        lambda: inside(lambda: LlamaForCausalLM.from_pretrained(base).load_adapter(folder)),
+        lambda: inside(lambda: peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), folder)),
+        lambda: inside(lambda: peft.AutoPeftModelForCausalLM.from_pretrained(folder)),
+        after,
+    ]
+    for call in calls:
+        with raises_everywhere(
+            ConfigError, "holds an adapter, which lazy_init does not support", "model.load_adapter(folder"
+        ):
+            call()
+    model = inside(lambda: AutoModelForCausalLM.from_pretrained(base))  # as the error says
+    model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder))
+    model = autopar.initialize(model, size)
+    model.load_adapter(folder, "default")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    close(model.eval()(**batch()).logits[:], plain.eval()(**batch()).logits, "logits")

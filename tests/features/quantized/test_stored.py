@@ -77,22 +77,11 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.data_ptr() == other.data_ptr()
 
 
-def test_quantized_scales_stay_so_where_ranks_hold_whole_groups() -> None:
-    made = layer("nf4", 1024, 1024, nested=True)
-    stored: Any = stored_weight(made)
-    stored.shard(units(0, 1024, 2, 16), 1)
-    assert made.weight.quant_state.nested and stored.beside()["groups"].shape == (32,)
-    stored.shard(units(1, 1024, 2, 64), 0)
-    assert not made.weight.quant_state.nested and stored.beside()["scales"].dtype == torch.float32
-
-
-def test_parts_of_blocks_are_refused() -> None:
+def test_parts_of_blocks_other_numbers_and_quantized_scales() -> None:
     stored: Any = stored_weight(layer("nf4", 32, 192))
     with pytest.raises(ValueError, match="2 unit of 96 cannot be sharded in steps of 64"):
         stored.shard(units(1, 192, 2, 96), 0)
 
-
-def test_bytes_stored_as_other_numbers_are_refused() -> None:
     made = bitsandbytes.nn.Linear4bit(64, 32, quant_type="nf4", quant_storage=torch.float32).to("cpu")
     with pytest.raises(
         ConfigError, match=r"bnb_4bit_quant_storage must be torch.uint8, its default, got torch.float32"
@@ -101,6 +90,13 @@ def test_bytes_stored_as_other_numbers_are_refused() -> None:
     plain = bitsandbytes.nn.Linear4bit(64, 32, quant_type="nf4")
     with pytest.raises(ConfigError, match="a Linear4bit must be quantized before initialize"):
         stored_weight(plain)
+
+    made = layer("nf4", 1024, 1024, nested=True)
+    stored: Any = stored_weight(made)
+    stored.shard(units(0, 1024, 2, 16), 1)
+    assert made.weight.quant_state.nested and stored.beside()["groups"].shape == (32,)
+    stored.shard(units(1, 1024, 2, 64), 0)
+    assert not made.weight.quant_state.nested and stored.beside()["scales"].dtype == torch.float32
 
 
 def test_a_model_with_plain_layers_in_their_place() -> None:

@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.errors import CheckpointError, ConfigError
+from autopar.plan.make_plan import make_plan
+from autopar.policy.match import find_policy
+from autopar.stored import as_plain
 from tests.features.peft.adapted import whole_of
-from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, quantized
+from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, bitsandbytes, quantized
 from tests.parity import close
 from tests.pool import pooled
 from tests.worlds import raises_everywhere
@@ -132,9 +136,8 @@ def test_int8_is_trained_by_the_product_of_gpus() -> None:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("form", ["nf4 nested"])  # PEFT loses the scales of int8 in the second forward on a CPU
-def test_dora(form: str) -> None:
-    check_training(form, "llama", {"tp": 2}, use_dora=True)
+def test_dora() -> None:  # PEFT loses the scales of int8 in the second forward on a CPU
+    check_training("nf4 nested", "llama", {"tp": 2}, use_dora=True)
 
 
 @pooled(world_size=3)
@@ -200,18 +203,7 @@ def halves(batch: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.T
 
 
 @pooled(world_size=2)
-def test_the_plain_model_comes_back() -> None:
-    for form in ("nf4", "int8"):
-        plain, model = quantized(form), autopar.initialize(quantized(form).train(), {"tp": 2})
-        model(**batches(1)[0])
-        autopar.deparallelize(model)
-        state, due = model.state_dict(), plain.state_dict()
-        assert set(state) == set(due) and all(torch.equal(state[name], due[name]) for name in due)
-        assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
-
-
-@pooled(world_size=2)
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals_and_layers_inside_a_region(tmp_path: Path) -> None:
     model = autopar.initialize(adapted("nf4"), {"tp": 2})
     with raises_everywhere(
         CheckpointError, "merge_checkpoints=True would leave out 14 quantized weights, such as base_"
@@ -227,13 +219,14 @@ def test_refusals(tmp_path: Path) -> None:
     with raises_everywhere(ConfigError, "deparallelize is not supported with quantized weights"):
         autopar.deparallelize(staged)
 
+    check_region("nf4")
+    text = "does not fit mlp.down_proj.weight: its weight (bitsandbytes int8) is 'sharded' inside a region, where ranks"
+    sizes = "would hold [160, 160] of 320 inputs with one scale (policy dict:bloc"
+    with raises_everywhere(ConfigError, text, sizes, "Use a 'row' rule, quantize it in 4 bits, or exclude it from"):
+        check_region("int8")
+
 
 def test_sizes_that_do_not_fit() -> None:
-    from autopar.plan.make_plan import make_plan
-    from autopar.policy.match import find_policy
-    from autopar.stored import as_plain
-    from tests.features.quantized.models import LlamaConfig, LlamaForCausalLM, bitsandbytes
-
     sizes = {"hidden_size": 192, "num_attention_heads": 6, "head_dim": 32, "num_key_value_heads": 6}
     model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=320, num_hidden_layers=1, vocab_size=8))
     layer = model.model.layers[0].self_attn
@@ -260,12 +253,3 @@ def check_region(form: str) -> None:
     batch = batches(1)[0]
     close(model(**batch).loss, plain(**batch).loss, "loss")
     assert model.model.layers[0].mlp.down_proj.in_features < 320
-
-
-@pooled(world_size=2)
-def test_layers_inside_a_region() -> None:
-    check_region("nf4")
-    text = "does not fit mlp.down_proj.weight: its weight (bitsandbytes int8) is 'sharded' inside a region, where ranks"
-    sizes = "would hold [160, 160] of 320 inputs with one scale (policy dict:bloc"
-    with raises_everywhere(ConfigError, text, sizes, "Use a 'row' rule, quantize it in 4 bits, or exclude it from"):
-        check_region("int8")

@@ -1,23 +1,29 @@
 """Sequence parallelism: rows of the sequence between the regions of blocks, against the plain model."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+from torch import nn
 from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 
 import autopar
+from autopar.config import ParallelConfig
 from autopar.distributed.collectives import even_layout
+from autopar.errors import ConfigError
 from tests.data_parallel.test_zero import OPTIMIZERS, train
 from tests.exchange import same_random_states
-from tests.parity import check, close, language_batches, randomise, whole
+from tests.features.context_parallel.test_exactness import made
+from tests.features.experts.mixtures import compare
+from tests.parity import check, close, language_batches, whole
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
 
 IDS = torch.arange(14).view(2, 7)
 
@@ -26,17 +32,10 @@ def sizes(tp: int, **more: Any) -> dict[str, Any]:
     return {"model_parallelism": {"tensor_parallel_size": tp, "sequence_parallel": True, **more}}
 
 
-def t5() -> T5ForConditionalGeneration:
-    torch.manual_seed(0)
-    made = {"d_model": 24, "d_kv": 4, "d_ff": 37, "num_layers": 2, "num_heads": 6, "vocab_size": 131}
-    return randomise(T5ForConditionalGeneration(T5Config(**made, dropout_rate=0.0, decoder_start_token_id=0)))
-
-
-def bert() -> BertForMaskedLM:
-    torch.manual_seed(0)
-    made = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 37}
-    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return randomise(BertForMaskedLM(BertConfig(**made, **rates, vocab_size=131, max_position_embeddings=64)))
+bert, t5 = (
+    functools.partial(made, model_type, head, 6, 3)
+    for model_type, head in (("bert", "BertForMaskedLM"), ("t5", "T5ForConditionalGeneration"))
+)
 
 
 def batches_of(length: int) -> list[dict[str, Any]]:
@@ -56,21 +55,29 @@ def test_ragged_lengths_are_those_of_the_plain_model() -> None:
 
 
 @pooled(world_size=4)
-def test_lengths_on_four_ranks_also_fewer_tokens_than_ranks() -> None:
-    check(llama, batches_of(7), 4, config=sizes(4)).mpu.destroy()
+def test_four_ranks_stages_and_replicas() -> None:
     check(gpt2, batches_of(3), 4, config=sizes(4)).mpu.destroy()  # the first is whole, of the second each has one
-    check(t5, batches_of(6), 4, config=sizes(4)).mpu.destroy()
+
+    for schedule, make in (("zero-bubble", lambda: gpt2(n_layer=4)), ("1f1b", t5)):
+        config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"schedule": schedule, "num_microbatches": 2}}
+        check_pipeline(make, batches_of(7), tp=2, pp=2, **config).mpu.destroy()
+
+    compare(lambda: llama().double(), {"zero": {"stage": 3}, **sizes(2)})[0].mpu.destroy()
 
 
 @pooled(world_size=2)
-def test_an_encoder_and_a_decoder_have_rows_of_their_own_lengths() -> None:
+def test_rows_of_encoders_and_decoders_and_modules_that_mix_rows() -> None:
     batch = {**batches_of(7)[0], "decoder_input_ids": torch.arange(10).view(2, 5)}
     batch["labels"] = batch["decoder_input_ids"] + 1
     check(t5, [batch, *batches_of(16)], 2, config=sizes(2)).mpu.destroy()
 
+    model = check(_shifted, language_batches(131), 2, config=sizes(2))
+    plan = model._autopar.features["sequence_parallel"]
+    assert set(plan.wholes) == {f"model.layers.{n}.post_attention_layernorm" for n in range(2)}
+
 
 @pooled(world_size=2)
-def test_rows_between_the_regions_and_whole_sequences_in_them() -> None:
+def test_rows_between_the_regions_until_it_is_undone() -> None:
     model = autopar.initialize(gpt2(), sizes(2))
     seen: dict[str, list[int]] = {}
     names = ("transformer.drop", "transformer.h.0.ln_1", "transformer.h.0.attn.c_proj", "transformer.h.1.ln_2")
@@ -83,7 +90,15 @@ def test_rows_between_the_regions_and_whole_sequences_in_them() -> None:
     own = even_layout(7, 2).local_size(dist.get_rank())
     assert own == 4 - dist.get_rank()
     assert list(seen.values()) == [[7, 7], [own, own], [7, own], [own, own], [7, 7], [7, 7]], seen
-    model.mpu.destroy()
+
+    plain = gpt2()
+    model = copy.deepcopy(plain)
+    kinds = [type(module) for module in model.modules()]
+    autopar.deparallelize(autopar.initialize(model, sizes(2)))
+    assert [type(module) for module in model.modules()] == kinds
+    assert not [name for module in model.modules() for name in vars(module) if "rows" in name]
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pooled(world_size=2)
@@ -126,47 +141,12 @@ def test_experts_that_tokens_travel_to() -> None:
         check(with_routers, batches_of(7), 2, config=config).mpu.destroy()
 
 
-@pooled(world_size=4)
-def test_pipeline_stages() -> None:
-    for schedule, make in (("zero-bubble", lambda: gpt2(n_layer=4)), ("1f1b", t5)):
-        config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"schedule": schedule, "num_microbatches": 2}}
-        check_pipeline(make, batches_of(7), tp=2, pp=2, **config).mpu.destroy()
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_replicas_under_ddp_and_a_sharded_optimizer() -> None:
     for zero in ({"enable": False}, {"stage": 1}):
         model, *_ = train(2, llama, OPTIMIZERS["adamw"], 2, zero=zero, **sizes(2))
         model.mpu.destroy()
-
-
-@pooled(world_size=4)
-def test_fully_sharded() -> None:
-    plain = llama()
-    model = autopar.initialize(copy.deepcopy(plain), {**sizes(2), "zero": {"stage": 3}})
-    for batch in batches_of(7):
-        model(**batch).loss.backward()
-        plain(**batch).loss.backward()
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad.full_tensor()  # [shard of tp]
-        layout = model._autopar.plan.tensors[model._autopar.plan.canonical(name)].layout
-        expected = dict(plain.named_parameters())[name].grad
-        own = expected if layout is None else layout.shard(expected, model.mpu.tp.rank)
-        close(gradient, own, f"gradient of {name}")
-    model.mpu.destroy()
-
-
-@pooled(world_size=2)
-def test_undone_it_is_the_plain_model() -> None:
-    plain = gpt2()
-    model = copy.deepcopy(plain)
-    kinds = [type(module) for module in model.modules()]
-    autopar.deparallelize(autopar.initialize(model, sizes(2)))
-    assert [type(module) for module in model.modules()] == kinds
-    assert not [name for module in model.modules() for name in vars(module) if "rows" in name]
-    assert torch.equal(model(IDS).logits, plain(IDS).logits)
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.tier("test")
@@ -181,10 +161,6 @@ def test_a_copy_has_rows_of_its_own() -> None:
         assert torch.equal(parameter.grad, copied.grad), name
     found = [{id(each.rows_state) for each in one.modules() if hasattr(each, "rows_state")} for one in both]
     assert [len(each) for each in found] == [1, 1] and not found[0] & found[1]
-    model.mpu.destroy()
-
-
-# -- random draws -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.tier("test")
@@ -231,4 +207,50 @@ def test_paths_are_dropped_for_whole_samples() -> None:
     both = [torch.empty_like(kept) for _ in range(2)]
     dist.all_gather(both, kept)
     assert torch.equal(*both) and 0 < kept.mean() < 1
-    parallel.mpu.destroy()
+
+
+class Shifted(nn.Module):
+    """A norm that mixes each row with the one before."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.weight = plain.weight
+        self.mixed = nn.Parameter(torch.full((), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        return (x + self.mixed * before) * self.weight
+
+
+def _shifted() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = Shifted(layer.post_attention_layernorm)
+    return model
+
+
+@pooled(world_size=2)
+def test_blocks_that_mix_rows_or_do_not_run_are_refused() -> None:
+    model = build(next(case for case in cases("swin") if case.head.endswith("ForImageClassification")), 6, 3)
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ConfigError, match="sequence_parallel is not supported with compile"):
+        ParallelConfig.parse({**sizes(2), "compile": {"enable": True}})
+    with raises_everywhere(ConfigError, "sequence_parallel does not fit SwinForImageClassification: ", "blocks.0"):
+        autopar.initialize(model, sizes(2))
+    assert [type(module) for module in model.modules()] == kinds
+    assert not hasattr(model, "mpu")
+
+    ids = torch.arange(7)[None]
+    plain, model = gpt2(n_layer=3), autopar.initialize(gpt2(n_layer=3), sizes(2))
+    for each in (plain, model):
+        _leave_out(each.transformer.h[0])
+    close(model(ids).logits, plain(ids).logits, "logits")
+    model = autopar.initialize(llama(), sizes(2))
+    _leave_out(model.model.layers[1])
+    with raises_everywhere(ConfigError, "the last block of LlamaModel did not run in this forward"):
+        model(ids)
+
+
+def _leave_out(block: nn.Module) -> None:
+    kind = type(block)
+    block.__class__ = type(kind.__name__, (kind,), {"__call__": lambda self, x, *args, **kwargs: x})

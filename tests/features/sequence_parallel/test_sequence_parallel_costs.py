@@ -100,4 +100,3 @@ def test_collectives_of_a_block_are_those_of_the_formula() -> None:
         "all_reduce": number * replicated,
     }
     assert calls.count("all_reduce") == number
-    model.mpu.destroy()

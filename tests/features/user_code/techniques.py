@@ -3,7 +3,10 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +15,27 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn.utils import prune
 
+import autopar
+
 IDS = torch.arange(12).view(2, 6)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.ShardWarning)
+        yield
+
+
+def told(technique: Callable[[Any], Any], model: Any) -> list[str]:
+    """Texts of the warnings of a technique that is used twice; they name lines of the tests."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            technique(model)
+    shard_warnings = [each for each in found if issubclass(each.category, autopar.ShardWarning)]
+    assert all(Path(each.filename).parent == Path(__file__).parent for each in shard_warnings)
+    return [str(each.message) for each in shard_warnings]
 
 
 def sam(model: Any) -> None:

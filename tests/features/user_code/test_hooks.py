@@ -13,16 +13,12 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_full_backward_hook,
 )
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_gradients
+from tests.features.experts.mixtures import mixtral
 from tests.parity import close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -158,26 +154,23 @@ PLACES = {
 SP = {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}}
 
 
-@pytest.mark.tier("test", only=("gate", "down"))
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.tier("test", only=("tp-gate", "tp-down", "sp-block", "sp-gate"))
+@pytest.mark.parametrize(
+    ("mesh", "place"), [*(("tp", place) for place in PLACES), *(("sp", place) for place in PLACES if place != "head")]
+)
 @pooled(world_size=2)
-def test_a_hook_at_any_place_is_as_on_the_plain_model(place: str) -> None:
-    as_plain(lambda: llama(num_key_value_heads=1), PLACES[place], {"tp": 2})
-
-
-@pytest.mark.tier("test", only=("block", "gate"))
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "head"])
-@pooled(world_size=2)
-def test_under_sequence_parallelism(place: str) -> None:
-    as_plain(llama, PLACES[place], SP)
+def test_a_hook_at_any_place_is_as_on_the_plain_model(mesh: str, place: str) -> None:
+    if mesh == "tp":
+        as_plain(lambda: llama(num_key_value_heads=1), PLACES[place], {"tp": 2})
+    else:
+        as_plain(llama, PLACES[place], SP)
 
 
 @pooled(world_size=3)
 def test_over_uneven_shards() -> None:
     for paths in PLACES.values():
         as_plain(llama, paths, {"tp": 3})
-    gpt2s = [["transformer.h.0.attn.c_attn"], ["transformer.h.1.mlp.c_proj", "transformer.h.1.mlp.act"]]
-    for paths in gpt2s:
+    for paths in (["transformer.h.0.attn.c_attn"], ["transformer.h.1.mlp.c_proj", "transformer.h.1.mlp.act"]):
         as_plain(gpt2, paths, {"tp": 3})
 
 
@@ -206,7 +199,7 @@ def test_norms_of_heads() -> None:
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
-def test_ranks_with_other_hooks_are_named() -> None:
+def test_hooks_of_one_rank_raise_and_local_hooks_see_shards() -> None:
     model = autopar.initialize(llama(), {"tp": 2})
     if dist.get_rank() == 0:
         handle = model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
@@ -216,10 +209,6 @@ def test_ranks_with_other_hooks_are_named() -> None:
         handle.remove()
     model(**language_batches(131)[0])
 
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_local_hooks_see_shards_and_removed_ones_nothing() -> None:
     model = autopar.initialize(llama(), {"tp": 2})
     layer, widths = model.model.layers[0].mlp.up_proj, []
     handle = layer.register_forward_hook(lambda module, args, output: widths.append(output.shape[-1]))
@@ -231,19 +220,6 @@ def test_local_hooks_see_shards_and_removed_ones_nothing() -> None:
     assert widths == [37, 19 - model.mpu.tp.rank]
     copied = copy.deepcopy(model)
     assert copied is not model
-
-
-@pooled(world_size=2)
-def test_generate_with_a_hook() -> None:
-    plain: Any = llama().eval()
-    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2}).eval()
-    results = []
-    for each in (plain, model):
-        place = each.model.layers[0].mlp.act_fn
-        handle = place.register_forward_hook(lambda module, args, output: output * (output > output.mean()))
-        results.append(each.generate(torch.arange(4).view(1, 4), max_new_tokens=6, do_sample=False))
-        handle.remove()
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("config", [{"tp": 2}, SP], ids=["tp", "sp"])
@@ -300,22 +276,8 @@ def test_gradients_of_hidden_states_are_the_plain_models_where_blocks_have_all_r
 
 @pooled(world_size=2)
 def test_the_activation_of_experts_whose_features_are_sharded() -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    plain = MixtralForCausalLM(MixtralConfig(num_hidden_layers=2, vocab_size=31, num_local_experts=4, **sizes)).train()
-    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
-    ids, found = torch.arange(12).view(2, 6), []
-    for each in (plain, model):
-        seen: list[torch.Tensor] = []
-        scale = nn.Parameter(torch.linspace(0, 1, 32))
-        for block in each.model.layers:
-            activation = block.mlp.experts.act_fn
-            activation.register_forward_hook(lambda _, __, out, s=scale: out * s)
-            activation.register_full_backward_hook(lambda _, __, out, to=seen: to.append(out[0].square().sum()))
-        loss = each(input_ids=ids, labels=ids).loss
-        loss.backward()
-        found.append((loss, scale.grad, torch.stack(seen).sum()))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+    places = [f"model.layers.{number}.mlp.experts.act_fn" for number in range(2)]
+    as_plain(lambda: mixtral(4, vocab_size=131), places, {"tp": 2})
 
 
 KEPT = {
@@ -326,7 +288,7 @@ KEPT = {
 }
 
 
-def kept(model: Any, places: list[str], kind: str, *, every: bool) -> list[torch.Tensor]:
+def kept(model: Any, places: list[str], kind: str) -> list[torch.Tensor]:
     """Two micro-batches with hooks that return nothing and keep their tensors: gradients that these had."""
     found: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
@@ -345,14 +307,8 @@ def kept(model: Any, places: list[str], kind: str, *, every: bool) -> list[torch
         "given": lambda module, args, kwargs, output: keep([*args, *kwargs.values()]),
         "before": lambda module, args, kwargs: keep([*args, *kwargs.values()]),
     }
-    ours = {id(module) for module in model.model.modules()}
     sharded = [each for layer in model.model.layers for each in (layer.mlp.act_fn, layer.mlp.down_proj)]
     handles = []
-    if every:
-        inner = ours - {id(model.model)}
-        handles.append(
-            register_module_forward_hook(lambda module, args, out: keep(out) if id(module) in inner else None)
-        )
     for module in map(model.model.get_submodule, places):
         handles += [
             module.register_forward_hook(hooks["made"]),
@@ -375,25 +331,19 @@ def kept(model: Any, places: list[str], kind: str, *, every: bool) -> list[torch
     return found
 
 
-def keeps_as_plain(places: list[str], config: dict[str, Any], *, every: bool = False, recompute: bool = False) -> None:
+@pytest.mark.tier("test", only=("sp-activation", "sp-blocks"))
+@pytest.mark.parametrize("place", KEPT)
+@pytest.mark.parametrize("config", [{"tp": 2}, SP], ids=["tp", "sp"])
+@pooled(world_size=2)
+def test_what_a_hook_keeps_has_the_gradient_of_one_process(place: str, config: Any) -> None:
     counts = {}
     for kind in ("changed", "retained", "asked", "late"):
         plain: Any = llama(num_key_value_heads=1).train()
-        if recompute:
-            plain.gradient_checkpointing_enable({"use_reentrant": False})
         model = autopar.initialize(copy.deepcopy(plain), config)
-        gradients, expected = (kept(each, places, kind, every=every) for each in (model, plain))
+        gradients, expected = (kept(each, KEPT[place], kind) for each in (model, plain))
         counts[kind] = len(expected)
         for found, right in zip(gradients, expected, strict=True):
             close(found, right, f"gradient of what a hook kept ({kind})")
         for name, gradient in whole(model, lambda p: p.grad).items():
             close(gradient, plain.get_parameter(name).grad, f"{name} ({kind})")
     assert counts["retained"] == counts["asked"] > 0 == counts["changed"]
-
-
-@pytest.mark.tier("test", only=("sp-activation", "sp-blocks"))
-@pytest.mark.parametrize("place", KEPT)
-@pytest.mark.parametrize("config", [{"tp": 2}, SP], ids=["tp", "sp"])
-@pooled(world_size=2)
-def test_what_a_hook_keeps_has_the_gradient_of_one_process(place: str, config: Any) -> None:
-    keeps_as_plain(KEPT[place], config)

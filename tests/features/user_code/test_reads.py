@@ -1,10 +1,9 @@
-"""Shards that users' code reads as if they were whole: each line of it is told once, and what is right says nothing."""
+"""Shards that user code reads as if they were full parameters: a warning for each line, and none for what is right."""
 
 import copy
 import io
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
+from torch.optim import Optimizer
 
 import autopar
 from autopar.checkpoint import ShardedDict
 from autopar.errors import ConfigError
-from autopar.features.user_code.reads import ShardedParameter, ShardedTensor, unwatch
-from tests.features.user_code import techniques
-from tests.features.user_code.techniques import IDS, NOTICED, head
+from autopar.features.user_code.reads import ShardedParameter, ShardedTensor, switch, unwatch
+from tests.features.user_code.techniques import IDS, NOTICED, head, silent, told
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 from tests.worlds import raises_everywhere
@@ -29,24 +29,6 @@ def trained() -> Any:
     model = parallel(llama(), 2).train()
     model(IDS, labels=IDS).loss.backward()
     return model
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", autopar.ShardWarning)
-        yield
-
-
-def told(technique: Callable[[Any], Any], model: Any) -> list[str]:
-    """Texts of the warnings of a technique that is used twice."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            technique(model)
-    shard_warnings = [each for each in found if issubclass(each.category, autopar.ShardWarning)]
-    assert all(each.filename in (__file__, techniques.__file__) for each in shard_warnings)
-    return [str(each.message) for each in shard_warnings]
 
 
 @pooled(world_size=2)
@@ -215,15 +197,7 @@ def norms_of_copies(model: Any) -> list[torch.Tensor]:
 
 
 @pooled(world_size=2)
-def test_torchs_norm_of_copies_is_that_of_whole_tensors() -> None:
-    due, model = norms_of_copies(llama().train()), parallel(llama(), 2).train()
-    with silent():
-        torch.testing.assert_close(norms_of_copies(model), due, rtol=1e-5, atol=0)
-        assert torch.equal(autopar.full_tensor(head(model).grad * 2), 2 * autopar.full_tensor(head(model).grad))
-
-
-@pooled(world_size=2)
-def test_whole_tensors_are_read_in_silence() -> None:
+def test_full_tensors_and_the_models_own_code_are_silent(tmp_path: Path) -> None:
     model = trained()
     with silent():
         with autopar.full_params(model):
@@ -237,9 +211,6 @@ def test_whole_tensors_are_read_in_silence() -> None:
     with pytest.warns(autopar.ShardWarning, match="down_proj.weight"):
         model.model.layers[0].mlp.down_proj.weight.sum()
 
-
-@pooled(world_size=2)
-def test_the_model_and_its_libraries_are_silent(tmp_path: Path) -> None:
     with silent():
         for build in (llama, gpt2):
             model: Any = parallel(build(), 2, activation_checkpointing={"enable": True}).train()
@@ -257,6 +228,11 @@ def test_the_model_and_its_libraries_are_silent(tmp_path: Path) -> None:
             torch.func.functional_call(model, moved, kwargs={"input_ids": IDS}).logits.sum()
             autopar.deparallelize(model)
 
+    due, model = norms_of_copies(llama().train()), parallel(llama(), 2).train()
+    with silent():
+        torch.testing.assert_close(norms_of_copies(model), due, rtol=1e-5, atol=0)
+        assert torch.equal(autopar.full_tensor(head(model).grad * 2), 2 * autopar.full_tensor(head(model).grad))
+
 
 @pooled(world_size=2)
 def test_the_weight_of_a_sharded_layer_can_be_replaced() -> None:
@@ -271,3 +247,94 @@ def test_the_weight_of_a_sharded_layer_can_be_replaced() -> None:
     assert layer.weight.shape == (rows, 24)
     with raises_everywhere(ConfigError, "lm_head of LlamaForCausalLM, a ColumnParallelLinear since"):
         model(torch.arange(6).view(1, 6))
+
+
+BATCH = torch.arange(36).view(4, 9) % 131
+
+
+class Sharpness(Optimizer):
+    """SAM, as users write it: a class of optimizers around which it steps, and a closure that has to be given."""
+
+    def __init__(self, params: Any, base: type[Optimizer], rho: float = 0.05) -> None:
+        super().__init__(list(params), {"rho": rho})
+        self.base = base(self.param_groups, lr=0.1)  # type: ignore[call-arg]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        moved = [(p, p.grad * (0.05 / (float(norm) + 1e-12))) for p in held]
+        for p, by in moved:
+            p.add_(by)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, by in moved:
+            p.sub_(by)
+        self.base.step()
+
+
+@pytest.mark.tier("all")
+@pooled(world_size=2)
+def test_norms_in_a_step_that_cannot_be_tried() -> None:
+    model = autopar.initialize(llama(num_hidden_layers=4).train(), {"tp": 2, "consistency_check": {"enable": False}})
+    own, usual = Sharpness(model.parameters(), torch.optim.SGD), torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def backward() -> None:
+        model(BATCH, labels=BATCH).loss.backward()
+
+    def step(optimizer: Any, *given: Any) -> None:
+        backward()
+        optimizer.step(*given)
+        optimizer.zero_grad()
+
+    texts = told(lambda _: step(own, backward), model)
+    assert len([text for text in texts if "norm of values of " in text]) == 1, texts
+    assert told(lambda _: step(usual), model) == []
+    assert not switch.off and not switch.in_hook
+
+
+def a_step(model: Any, optimizer: Any) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def own_gradients(model: Any) -> None:
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("reads", [False, True])
+def test_compiled_steps_have_as_many_graphs(reads: bool) -> None:
+    found = []
+    for watched in (False, True, False):  # the first in a process also looks at frames that torch then skips
+        torch._dynamo.reset()
+        counters.clear()
+        model = parallel(llama(), 2).train()
+        for p in model.parameters() if not watched else ():
+            unwatch(p)
+        step = torch.compile(a_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3)), backend="eager")
+        with silent():
+            for _ in range(4):
+                model(IDS, labels=IDS).loss.backward()
+                if reads:
+                    own_gradients(model)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                step()
+        stats = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), counters["frames"]["total"]
+        found.append((stats, {name: tensor.clone() for name, tensor in model.state_dict().items()}))
+    assert found[1][0] == found[2][0] and found[1][0][-1] > 0
+    assert all(torch.equal(tensor, found[2][1][name]) for name, tensor in found[1][1].items())
+
+
+@pooled(world_size=2)
+def test_what_a_compiled_function_does_with_the_model_is_silent() -> None:
+    torch._dynamo.reset()
+    model = parallel(llama(num_hidden_layers=1), 2).eval()
+    call = torch.compile(lambda ids: model(ids).logits, backend="eager")
+    with silent(), torch.no_grad():
+        assert torch.allclose(call(IDS), model(IDS).logits[:], atol=1e-5)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.errors import ConfigError
 from autopar.features.user_code.reads import ShardedDTensor
-from tests.features.user_code.techniques import NOTICED, adaptive_clipping, own_clipping, sam
+from tests.features.user_code.techniques import NOTICED, adaptive_clipping, own_clipping, sam, silent, told
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama
@@ -43,15 +43,6 @@ def same_weights(model: Any, reference: Any, when: str) -> None:
         close(weight, due[name], f"{when}: {name}", 2e-5)
 
 
-def told(change: Change, model: Any) -> list[str]:
-    """Texts of the warnings of a line that runs twice."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            change(model)
-    return [str(each.message) for each in found if issubclass(each.category, autopar.ShardWarning)]
-
-
 def saved(model: Any) -> None:
     torch.save({name: p.detach() for name, p in model.named_parameters()}, io.BytesIO())
 
@@ -71,7 +62,7 @@ OF_TENSOR_PARALLEL: list[Change] = [
 
 
 @pooled(world_size=4)
-def test_a_part_of_tensor_parallel_ranks_is_told() -> None:
+def test_a_shard_of_tensor_parallel_ranks_is_told_and_keeps_its_class() -> None:
     """torch's DTensor gives the norm of all replicas' rows: still of one tensor-parallel rank's shard."""
     for number, change in enumerate(OF_TENSOR_PARALLEL):
         model = trained()
@@ -79,6 +70,23 @@ def test_a_part_of_tensor_parallel_ranks_is_told() -> None:
         assert len(texts) == 1, (number, texts)
         assert f"sees the shard of tensor-parallel rank {model.mpu.tp.rank}: shape (" in texts[0]
         assert "autopar.full_params" not in texts[0], texts  # it refuses with FSDP2
+
+    model = trained()
+    weight: Any = model.lm_head.weight
+    assert type(weight) is ShardedDTensor and isinstance(weight, DTensor) and isinstance(weight, nn.Parameter)
+    assert repr(weight).startswith("DTensor(") and type(copy.deepcopy(weight)) is ShardedDTensor
+    assert type(weight.to_local()) is torch.Tensor
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(weight.detach(), file)
+    file.seek(0)
+    again: Any = torch.load(file, weights_only=True)
+    assert type(again) is DTensor
+    close(again.to_local(), weight.to_local(), "saved rows")
+    refused = raises_everywhere(ConfigError, "full_params is not supported with zero.stage 3 (FSDP2)")
+    with refused, autopar.full_params(model):
+        pass
 
 
 def elementwise(model: Any) -> None:
@@ -112,8 +120,7 @@ def test_what_is_right_is_that_of_one_process(stage: int) -> None:
         own, reference = copy.deepcopy(plain), copy.deepcopy(plain)
         optimizer, step = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (own, reference))
         model, optimizer = autopar.initialize(own, config(2, 1, stage), optimizer=optimizer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", autopar.ShardWarning)
+        with silent():
             for _ in range(3):
                 rows = IDS.chunk(2)[model.mpu.dp.rank]
                 model(rows, labels=rows).loss.backward()
@@ -123,26 +130,6 @@ def test_what_is_right_is_that_of_one_process(stage: int) -> None:
                     using.step()
                     using.zero_grad()
         same_weights(model, reference, change.__name__)
-
-
-@pooled(world_size=4)
-def test_tensors_keep_their_classes() -> None:
-    model = trained()
-    weight: Any = model.lm_head.weight
-    assert type(weight) is ShardedDTensor and isinstance(weight, DTensor) and isinstance(weight, nn.Parameter)
-    assert repr(weight).startswith("DTensor(") and type(copy.deepcopy(weight)) is ShardedDTensor
-    assert type(weight.to_local()) is torch.Tensor
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.save(weight.detach(), file)
-    file.seek(0)
-    again: Any = torch.load(file, weights_only=True)
-    assert type(again) is DTensor
-    close(again.to_local(), weight.to_local(), "saved rows")
-    refused = raises_everywhere(ConfigError, "full_params is not supported with zero.stage 3 (FSDP2)")
-    with refused, autopar.full_params(model):
-        pass
 
 
 @pytest.mark.parametrize("stage", mainly(3, 2, later="all"))

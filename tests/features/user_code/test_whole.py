@@ -93,24 +93,6 @@ def test_with_replicas_and_stages() -> None:
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
-def test_some_of_it_and_without_gradients() -> None:
-    model = autopar.initialize(gpt2(), {"tp": 2})
-    model(**language_batches(131)[0]).loss.backward()
-    block = model.transformer.h[1].mlp
-    shard, gradient = list(block.c_fc.weight.shape), block.c_fc.weight.grad
-    wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
-    with autopar.full_params(wrapped, "transformer.h.1.mlp", grads=False) as inside:
-        assert inside is model
-        assert list(block.c_fc.weight.shape) != shard and block.c_fc.weight.grad is None
-        assert list(model.transformer.h[0].mlp.c_fc.weight.shape) == shard
-    assert list(block.c_fc.weight.shape) == shard and block.c_fc.weight.grad is gradient
-    with pytest.raises(ConfigError, match=r"no parameter or module 'transformer.h.1.mlb'.*'transformer.h.1.mlp'"):
-        with autopar.full_params(model, ["transformer.h.1.mlb"]):
-            pass
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
 def test_what_is_done_wrong_inside_changes_nothing() -> None:
     model = autopar.initialize(gpt2(), {"tp": 2})
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -144,6 +126,20 @@ def test_what_is_done_wrong_inside_changes_nothing() -> None:
         with autopar.full_params(nn.Linear(2, 2)):
             pass
 
+    model = autopar.initialize(gpt2(), {"tp": 2})
+    model(**language_batches(131)[0]).loss.backward()
+    block = model.transformer.h[1].mlp
+    shard, gradient = list(block.c_fc.weight.shape), block.c_fc.weight.grad
+    wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    with autopar.full_params(wrapped, "transformer.h.1.mlp", grads=False) as inside:
+        assert inside is model
+        assert list(block.c_fc.weight.shape) != shard and block.c_fc.weight.grad is None
+        assert list(model.transformer.h[0].mlp.c_fc.weight.shape) == shard
+    assert list(block.c_fc.weight.shape) == shard and block.c_fc.weight.grad is gradient
+    with pytest.raises(ConfigError, match=r"no parameter or module 'transformer.h.1.mlb'.*'transformer.h.1.mlp'"):
+        with autopar.full_params(model, ["transformer.h.1.mlb"]):
+            pass
+
 
 PENALTIES: dict[str, Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]] = {
     "norms": lambda model, full: sum((full(p).norm() for p in model.parameters()), torch.zeros(())),
@@ -157,22 +153,17 @@ PENALTIES: dict[str, Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor]
 }
 
 
-def penalised(kind: str, config: dict[str, Any]) -> None:
-    plain: Any = llama(num_key_value_heads=1)
-    model = autopar.initialize(copy.deepcopy(plain), config)
-    for batch in language_batches(131):
-        (plain(**batch).loss + 0.1 * PENALTIES[kind](plain, lambda x: x)).backward()
-        loss = model(**batch).loss + 0.1 * PENALTIES[kind](model, autopar.full_tensor)
-        loss.backward()
-    autopar.average_gradients(model)
-    same_gradients(model, plain, when=kind)
-
-
 @pytest.mark.tier("test", only=("norms",))
 @pytest.mark.parametrize("kind", PENALTIES)
 @pooled(world_size=2)
 def test_penalties_on_whole_parameters(kind: str) -> None:
-    penalised(kind, {"tp": 2})
+    plain: Any = llama(num_key_value_heads=1)
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
+    for batch in language_batches(131):
+        (plain(**batch).loss + 0.1 * PENALTIES[kind](plain, lambda x: x)).backward()
+        (model(**batch).loss + 0.1 * PENALTIES[kind](model, autopar.full_tensor)).backward()
+    autopar.average_gradients(model)
+    same_gradients(model, plain, when=kind)
 
 
 @pytest.mark.tier("test")
