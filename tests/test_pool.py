@@ -15,9 +15,8 @@ import autopar.dry_run.plan_model
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from tests import worlds
-from tests.once import by_rank_0
 from tests.pool import pooled
-from tests.worlds import raises_everywhere
+from tests.worlds import by_rank_0, raises_everywhere
 
 
 @pooled(world_size=2)

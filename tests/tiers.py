@@ -96,3 +96,12 @@ def mainly(first: Any, *others: Any, later: str = "all") -> list[Any]:
 def in_tier(tier: str, values: Iterable[Any]) -> list[Any]:
     """Return parameters, one value each, that are in a tier, or in the test's own if that is later."""
     return [pytest.param(value, marks=pytest.mark.tier(tier)) for value in values]
+
+
+def rows(**tiers: list[tuple[Any, ...]]) -> list[Any]:
+    """Return parameters of several values, by the name of the tier that they are in."""
+    return [
+        pytest.param(*row, id="-".join(map(str, row)), marks=pytest.mark.tier(tier))
+        for tier, table in tiers.items()
+        for row in table
+    ]
