@@ -1,8 +1,4 @@
-"""The environment of the test run: what libraries read in it is the same in every shell.
-
-Imported first by conftest.py, for its effect: libraries read most of this while they are imported. The processes that
-tests start inherit it. Launchers, loggers, trackers and compilers would otherwise change texts, sums and time-outs.
-"""
+"""The environment of the test run: what libraries read in it is the same in every shell."""
 
 import os
 import shutil

@@ -1,8 +1,4 @@
-"""Values with tensors in them, of every rank, on every rank.
-
-``dist.all_gather_object`` pickles each tensor by a ``torch.save`` of its own, which costs more than the steps that are
-compared. Here a tensor is its bytes. What arrives shares no memory and needs no gradients.
-"""
+"""Values with tensors in them, of every rank, on every rank."""
 
 import io
 import pickle

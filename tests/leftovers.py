@@ -1,9 +1,4 @@
-"""What the body of a test may leave behind in its process, put back before the next body runs there.
-
-Without it a rank could not be used twice: process groups of MPUs that nobody destroyed, random generators, the default
-dtype and device, the environment, hooks for exceptions, levels and handlers of loggers, functions of autopar that a
-body has replaced. What cannot be put back (the world's own process group) is an error of the test that took it.
-"""
+"""What the body of a test may leave behind in its process, put back before the next body runs there."""
 
 import ctypes
 import gc
@@ -57,11 +52,7 @@ class Settings:
         ]
 
     def restore(self) -> None:
-        """Put all of it back, drop what the body left, and meet the other ranks.
-
-        Raises:
-            AssertionError: if the world of the process is not the one of before, or the ranks are not in step.
-        """
+        """Put all of it back, drop what the body left, and meet the other ranks."""
         assert dist.is_initialized() and dist.group.WORLD is self.world, (
             "the test has destroyed the process group of its world: it cannot share its ranks, use @distributed"
         )

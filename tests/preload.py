@@ -1,10 +1,4 @@
-"""Imported once by the fork server, so that every rank of every world starts with it.
-
-``torch._dynamo`` and what it needs are imported by the first optimizer of a process, transformers compiles 900 regular
-expressions for the first model that is planned, and torch looks up each of its operators on the meta device once. Here
-that is paid once. ``gc.freeze`` leaves all of it out of the ranks' garbage collections, which would copy its pages.
-Gradients of layers as small as those of the tests are overlapped too.
-"""
+"""Imported once by the fork server, so that every rank of every world starts with it."""
 
 import gc
 import importlib

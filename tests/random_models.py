@@ -1,7 +1,4 @@
-"""Small random models of every model type that a policy lists, one per task head, and inputs for them.
-
-Sizes are odd on purpose: vocabulary 131, ffn 37, head counts that do not divide by the ranks. Dropout is zero.
-"""
+"""Small random models of every model type that a policy lists, one per task head, and inputs for them."""
 
 import functools
 import importlib
@@ -139,12 +136,7 @@ def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: in
 def batches(
     case: Case, config: PretrainedConfig, count: int = 2, *, seq: int = SEQ, left: bool = False
 ) -> list[dict[str, Any]]:
-    """Micro-batches with ragged padding and the labels of the head.
-
-    Args:
-        seq: length of texts that are made here; what a family's own inputs replace has its own.
-        left: padding in front of the words, not behind them.
-    """
+    """Micro-batches with ragged padding and the labels of the head."""
     draw = _Draw(torch.Generator().manual_seed(1))
     result = []
     for _ in range(count):

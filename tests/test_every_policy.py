@@ -1,11 +1,4 @@
-"""Every policy file, by itself: each model type, each task head, small and random, against the plain model.
-
-What needs no ranks (plans at several sizes, shards put together again, a rehearsal) runs for the representatives of
-tests/representatives.py and for changed policies in ``make check``, for all model types in ``make test-all``. On two
-ranks ``make test`` compares the main heads of representatives, ``make test-all`` policies of every other structure, and
-``make sweep`` all heads of all model types; on four it takes one policy of each structure. The cases of a model type
-share one world; a failure names its case. That each single rule matters is in tests/policy/test_every_rule.py.
-"""
+"""Every policy file, by itself: each model type, each task head, small and random, against the plain model."""
 
 import copy
 import functools
@@ -98,14 +91,7 @@ def _run(
     merges: bool = False,
     once: bool = False,
 ) -> None:
-    """Check each case; the first failure names its case on every rank.
-
-    Args:
-        thorough: two micro-batches, whose gradients add up, and a step; else one micro-batch.
-        rows: with sequence parallelism too, where the rehearsal does not refuse it.
-        merges: a merged checkpoint, too.
-        once: rank 0 rehearses rows for all ranks. The representatives' do it themselves, and agree.
-    """
+    """Check each case; the first failure names its case on every rank."""
     transformers.logging.set_verbosity_error()
     autopar.dry_run.plan_model.check_plan = lambda *_: True  # the tests of rehearsals have it, without a world
     if once:

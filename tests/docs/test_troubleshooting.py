@@ -1,7 +1,4 @@
-"""docs/troubleshooting.md quotes the messages of the code, and has a row for each way in which ranks differ or fail.
-
-A quotation is a code span in the first column of a table; ``...`` in it stands for a value in an f-string.
-"""
+"""docs/troubleshooting.md quotes the messages of the code, and has a row for each way in which ranks differ or fail."""
 
 import ast
 import functools

@@ -1,7 +1,4 @@
-"""Where the tests of this folder run: each on the CPU, where there is no GPU, and on the GPU, where there is one.
-
-With ``AUTOPAR_SIMULATED=1`` they run on the simulated device (:mod:`tests.gpu.simulated`) and nowhere else.
-"""
+"""Where the tests of this folder run: each on the CPU, where there is no GPU, and on the GPU, where there is one."""
 
 import os
 

@@ -1,7 +1,4 @@
-"""Ranks that share one GPU over nccl: three training steps on every kind of mesh are the plain model's.
-
-nccl runs as between machines, by sockets of the loopback device. Without a GPU the same bodies run over gloo.
-"""
+"""Ranks that share one GPU over nccl: three training steps on every kind of mesh are the plain model's."""
 
 import copy
 import traceback

@@ -1,8 +1,4 @@
-"""What training steps and decoded tokens allocate on the simulated device: from the fourth step on, the same each time.
-
-Bytes that are live behind a step, and how many allocations a step made. The check of the ranks keeps a sample of
-another weight each time (``features/rank_checks/forward.py``), of another size: it is left out.
-"""
+"""Live bytes and allocations of steps and tokens on the simulated device: the same from the fourth step on."""
 
 import functools
 import gc
@@ -76,11 +72,7 @@ def sample(model: Any) -> list[torch.Tensor]:
 
 
 def live(model: Any, least: int, patience: float = 5.0) -> int:
-    """Bytes that are live on the device, without those of the check's sample.
-
-    gloo's threads let go of the tensors of a collective a moment after it is done: more than ``least`` are looked at
-    again for some seconds.
-    """
+    """Bytes that are live on the device, without those of the check's sample."""
     own, end = sum(x.nbytes for x in sample(model)), time.monotonic() + patience
     while torch.ops.sim.memory()[0] - own > least and time.monotonic() < end:
         time.sleep(0.01)

@@ -1,8 +1,4 @@
-"""Training steps on the simulated device: what they compute, and where the host waits for the device.
-
-A step (forward, backward, average, clipping, ``optimizer.step``) waits nowhere. What does, and why, is in
-:data:`WAITS`: each entry is a file and function of autopar.
-"""
+"""Training steps on the simulated device: what they compute, and where the host waits for the device."""
 
 import copy
 import functools

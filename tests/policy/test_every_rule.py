@@ -1,9 +1,4 @@
-"""Every rule must matter: a policy with one rule weakened to ``replicated``, or one attribute or input left out, fails.
-
-Most fail while the plan is made or rehearsed, so in one process and in milliseconds. What passes both either holds more
-than before (a vocabulary left whole is right, too, only larger) or goes to two ranks, which must find wrong numbers.
-A line of a fragment is tried with the first policy that uses it.
-"""
+"""A policy with one rule weakened to ``replicated``, or one attribute or input left out, fails or holds more."""
 
 import copy
 import dataclasses

@@ -1,8 +1,4 @@
-"""Every mistake in a policy is refused with what is wrong, and with the file and the line to blame.
-
-The folder ``mistakes`` holds a right text and the mistakes that are made in it: [line to blame, what stands in the
-right text, what stands there instead, how the message begins]. Where nothing stands, the mistake comes behind the text.
-"""
+"""Every mistake in a policy is refused with what is wrong, and with the file and the line to blame."""
 
 from collections.abc import Callable
 from pathlib import Path

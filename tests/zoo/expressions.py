@@ -1,7 +1,4 @@
-"""Evaluate short expressions of the data: arithmetic on names and numbers, comparisons, and calls of named functions.
-
-Nothing else of Python is known: no subscripts, no attributes but of ``config``, no names but those that are given.
-"""
+"""Evaluate short expressions: arithmetic on names and numbers, comparisons, attributes of ``config``, calls."""
 
 import ast
 import functools
@@ -36,11 +33,7 @@ def is_size(text: str) -> bool:
 
 
 def evaluate(text: str, names: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None = None) -> Any:
-    """Return the value of an expression.
-
-    Raises:
-        ValueError: it is none, or has a word that is not known.
-    """
+    """Return the value of an expression."""
     try:
         return _value(_parsed(text), names, functions or {})
     except SyntaxError as error:

@@ -14,11 +14,7 @@ _NO_FAMILY = (_SHARED, "heads.yaml")
 
 @functools.cache
 def entries() -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Return each model type's entry as it is written, and the fragments that it may name.
-
-    Raises:
-        ValueError: two files describe one type.
-    """
+    """Return each model type's entry as it is written, and the fragments that it may name."""
     result: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
     for path in sorted(FOLDER.glob("*.yaml")):
         if path.name in _NO_FAMILY:
