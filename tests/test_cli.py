@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from autopar.checkpoint.format import Manifest
 from autopar.cli import app
 from autopar.cli.checkpoints import in_words
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
+from tests.scripts import printed, python
 
 
 @pytest.fixture
@@ -32,14 +31,14 @@ def run(*arguments: object):
 
 @pytest.mark.tier("all")
 def test_merge_in_a_process_of_its_own(ckpt, tmp_path):
-    command = [sys.executable, "-m", "autopar", "merge", str(ckpt), str(tmp_path / "merged")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ("-m", "autopar", "merge", ckpt, tmp_path / "merged")
+    done = python(*command)
     assert done.returncode == 0, done.stderr
     plain = saved_state(save_alone(tmp_path / "again", 1))
     assert load_file(tmp_path / "merged" / "model.safetensors").keys() == plain.keys()
     assert f"merged {len(plain)} tensors" in done.stdout
     assert done.stderr == "", "no progress bar where there is no terminal"
-    result = run(*command[3:])
+    result = run(*command[2:])
     assert result.exit_code == 1 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "--force" in result.stderr
 
@@ -119,9 +118,7 @@ def test_layouts_in_words():
 def test_version_and_completion():
     assert run("--version").stdout == f"autopar {autopar.__version__}\n"
     assert "--show-completion" in run("--help").stdout
-    command = [sys.executable, "-m", "autopar", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, f"autopar {autopar.__version__}\n"), done.stderr
+    assert printed("-m", "autopar", "--version") == f"autopar {autopar.__version__}\n"
     shell = CliRunner().invoke(app, prog_name="autopar", env={"_AUTOPAR_COMPLETE": "source_bash"})
     assert "complete" in shell.stdout and "_AUTOPAR_COMPLETE" in shell.stdout
 

@@ -1,23 +1,19 @@
 """Tests pass in any shell: what launchers, debugging or habits of colours leave in its environment changes nothing."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import yaml
 
 from tests.environment import SET, cleaned
-
-ROOT = Path(__file__).parents[1]
+from tests.scripts import ROOT, python
 
 
 def test_pytest_refuses_to_run_without_assertions() -> None:
     """What cannot be cleaned any more once Python runs."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", __file__]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["PYTHONOPTIMIZE"] = "1"
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", __file__)
+    done = python(*command, folder=ROOT, PYTHONOPTIMIZE="1")
     assert done.returncode != 0
     assert "are you using python -O?" in done.stderr
 

@@ -183,9 +183,6 @@ def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -
     assert torch.equal(*tokens), f"generated {tokens[1].tolist()}, the plain model {tokens[0].tolist()}"
 
 
-# -- without ranks: all model types -------------------------------------------------------------------------------
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize("model_type", first_types(REPRESENTATIVES, WHOLE, later="all"))
 def test_the_main_head_is_planned_and_rehearsed(model_type: str) -> None:
@@ -232,9 +229,6 @@ def _comes_back(model: nn.Module, tp: int) -> None:
             assert torch.equal(tensor.layout.unshard(shards), state[name]), f"{name} over {tp} ranks"
 
 
-# -- over ranks: some of them -------------------------------------------------------------------------------------
-
-
 @pytest.mark.every_case
 @pytest.mark.tier("test", only=IN_EVERY_RUN)
 @pytest.mark.parametrize("model_type", REPRESENTATIVES)
@@ -247,9 +241,6 @@ def test_a_representative_on_two(model_type: str) -> None:
 def test_one_of_each_family_on_three() -> None:
     for model_type in ("gpt2", "llama", "phi3", "qwen3", "bert", "distilbert", "mixtral", "t5", "bart", "mamba2"):
         _run(_main(model_type)[:1], 3)
-
-
-# -- over ranks: all of them --------------------------------------------------------------------------------------
 
 
 @pytest.mark.every_case
@@ -282,8 +273,6 @@ def test_one_of_each_structure_on_four(name: str) -> None:
     case = _of_policy(name, _main(first))[:1]
     _run(case, 4, heads, kv_heads, thorough=False, rows=first in ROWS_ON_FOUR, once=True)
 
-
-# -- sizes --------------------------------------------------------------------------------------------------------
 
 LLAMA, QWEN3, PHI3 = (
     Case("llama", "LlamaForCausalLM"),
@@ -327,9 +316,6 @@ def test_the_page_says_how_many_model_types_run_over_a_context_axis() -> None:
     assert set(WHOLE) >= refused and len(run) >= 150
     numbers = f"{len(WHOLE) - len(refused)} of the {len(WHOLE)} model types run, {len(run)} of the {len(causal)} causal"
     assert numbers in " ".join(page.split()), numbers
-
-
-# -- nothing is left out ------------------------------------------------------------------------------------------
 
 
 def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() -> None:

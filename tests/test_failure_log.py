@@ -1,13 +1,12 @@
 """Who is still there: processes that are gone, what ranks publish, and how long collectives wait."""
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,14 +20,6 @@ from autopar.errors import PipelineError
 from tests.pool import pooled
 from tests.timeouts import TIMEOUT, say, wait_for
 from tests.worlds import distributed
-
-
-@contextlib.contextmanager
-def _grace(seconds: float) -> Iterator[None]:
-    """Let this rank give others this long to say why they failed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(failures, "GRACE", seconds)
-        yield
 
 
 def test_this_process_is_alive():
@@ -73,9 +64,8 @@ def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
     assert logs[0].read(other)[:2] == (f"rank {other} has no disk\nand no hope", False)
     assert logs[1].read(other)[:2] == ("", False)  # of another model
     assert logs[0].describe([0, 1]) == f"  rank {other} said: rank {other} has no disk\n    and no hope"
-    with pytest.MonkeyPatch.context() as patch:
-        later = time.time() + 90
-        patch.setattr(time, "time", lambda: later)
+    later = time.time() + 90
+    with patch.object(time, "time", lambda: later):
         said = logs[0].describe([0, 1])
     assert re.fullmatch(rf"  rank {other} said (89|9\d) s ago: rank {other} has no disk\n    and no hope", said)
     dist.barrier()
@@ -84,7 +74,7 @@ def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
     assert logs[0].read(other)[:2] == ("", False)
     start = time.monotonic()
     expected = f"  rank {other} said nothing: hanging, late, or ended on another machine."
-    with _grace(1.0):
+    with patch.object(failures, "GRACE", 1.0):
         assert logs[0].describe([other]) == expected
     assert 1.0 <= time.monotonic() - start < 2.0
     dist.barrier()
@@ -130,12 +120,12 @@ def test_who_is_asking_itself_is_given_time_to_finish() -> None:
     else:
         dist.barrier()
         if rank == 0:
-            with _grace(1.0):
+            with patch.object(failures, "GRACE", 1.0):
                 assert log.describe([1]) == "  rank 1 said: rank 2 hangs"
             log.publish("nor this", pending=True)
     dist.barrier()
     if rank == 1:
-        with _grace(1.0):
+        with patch.object(failures, "GRACE", 1.0):
             assert log.describe([0, 2]) == "  rank 2 said nothing: hanging, late, or ended on another machine."
     dist.barrier()
 
@@ -163,7 +153,7 @@ def test_errors_of_the_users_own_pass_and_are_said() -> None:
     with pytest.raises(RuntimeError, match="gloo/transport"), log.blame("it", [dist.get_rank()]):  # no collective
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     with (
-        _grace(0.2),
+        patch.object(failures, "GRACE", 0.2),
         pytest.raises(PipelineError, match=r"it failed: one of the ranks \[0, 1\]"),
         log.blame("it", mpu.tp.ranks),
     ):

@@ -2,8 +2,6 @@ import copy
 import functools
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from tests.parity import check, close, language_batches, whole
 from tests.pool import pooled
+from tests.scripts import printed
 from tests.small import gpt2, llama, parallel
 
 
@@ -72,8 +71,7 @@ def test_one_process_without_torchrun_in_a_fresh_interpreter():
         "torch.nn.parallel.DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())\n"
         "print('fine')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.strip() == "fine", done.stderr
+    assert printed("-c", code) == "fine\n"
 
 
 @pytest.mark.tier("test")
@@ -82,8 +80,7 @@ def test_import_does_not_import_models():
         "import sys, autopar\n"
         "print([m for m in sys.modules if m.startswith('transformers.models.') and 'modeling' in m])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert printed("-c", code) == "[]\n"
 
 
 @pooled(world_size=2)

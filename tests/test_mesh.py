@@ -123,15 +123,6 @@ def test_names_that_are_elsewhere_or_nearly_right():
         _ = autopar.clip_grad_norm
 
 
-@pooled(world_size=4)
-def test_a_world_that_does_not_divide_is_an_error_with_the_numbers():
-    with pytest.raises(ConfigError) as info:
-        MPU(tensor_parallel_size=3)
-    text = str(info.value)
-    assert "tensor_parallel_size=3 x pipeline_parallel_size=1 = 3 does not divide the world of 4 processes" in text
-    assert "tensor_parallel_size can be 1, 2, 4" in text
-
-
 def test_more_processes_than_gpus_is_an_error_with_both_numbers(monkeypatch):
     monkeypatch.setattr("autopar.distributed.process.accelerator", lambda: Accelerator("cuda", "nccl"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

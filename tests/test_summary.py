@@ -2,10 +2,6 @@
 
 import copy
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ import torch.distributed as dist
 import autopar
 from autopar.plan.plan import summarise
 from tests.pool import pooled
+from tests.scripts import python
 from tests.small import gpt2, llama, parallel
 
 
@@ -51,10 +48,7 @@ def test_one_line_on_rank_0() -> None:
 
 @pytest.mark.tier("all")
 def test_the_line_is_printed_where_no_logging_is_set_up() -> None:
-    script = "import autopar; from tests.small import gpt2; autopar.initialize(gpt2(), {})"
-    command = [sys.executable, "-c", script]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = python("-c", "import autopar; from tests.small import gpt2; autopar.initialize(gpt2(), {})")
     assert done.stderr.startswith("autopar: GPT2LMHeadModel by gpt2.yaml:2: tp 1 x pp 1 x dp 1 on cpu;"), done.stderr
 
 

@@ -19,10 +19,7 @@ from tests.pool import pooled
 from tests.small import gpt2, llama
 
 # Autograd functions that communicate nothing.
-_LOCAL = {
-    "autopar.tools.planner.storages._Attention",
-    "autopar.features.experts.module_experts._Present",
-}
+_LOCAL = {"autopar.tools.planner.storages._Attention", "autopar.features.experts.module_experts._Present"}
 
 
 def _functions() -> dict[str, Any]:

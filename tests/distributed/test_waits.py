@@ -1,9 +1,8 @@
 """Waits of one rank for another that does something else: they end, and say what either of them waits in."""
 
-import contextlib
 import re
 import time
-from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,14 +14,6 @@ from autopar.errors import PipelineError
 from tests.small import gpt2
 from tests.timeouts import TIMEOUT, hurry, say, wait_for
 from tests.worlds import distributed
-
-
-@contextlib.contextmanager
-def _quick() -> Iterator[None]:
-    """Give others less time to say why they failed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(failures, "GRACE", 1.0)
-        yield
 
 
 @distributed(world_size=2)  # a time-out breaks the connections of the world
@@ -37,7 +28,7 @@ def test_a_replica_evaluates_while_another_averages() -> None:
             hurry(model)
     own = ["averaging the gradients over the data-parallel replicas", "gather_for_metrics"]
     start = time.monotonic()
-    with _quick(), pytest.raises(PipelineError) as error:
+    with patch.object(failures, "GRACE", 1.0), pytest.raises(PipelineError) as error:
         if rank == 0:
             autopar.average_gradients(model)
         else:
@@ -61,7 +52,8 @@ def test_a_forward_of_one_rank_alone(transport: str) -> None:
     hurry(model)
     if rank == 0:
         start = time.monotonic()
-        with _quick(), pytest.raises(PipelineError, match=r"comparing the inputs of the forward failed: one of"):
+        words = r"comparing the inputs of the forward failed: one of"
+        with patch.object(failures, "GRACE", 1.0), pytest.raises(PipelineError, match=words):
             model(ids)
         assert time.monotonic() - start < TIMEOUT + 4
         say("waited")

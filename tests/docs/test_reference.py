@@ -1,15 +1,13 @@
 """The API reference has every public name, and `make docs` builds a site of it that needs no network."""
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import DOCS, ROOT
+from tests.scripts import printed
 
 MODULES = {
     "autopar": "autopar.md",
@@ -58,15 +56,7 @@ def test_the_site_is_built_without_warnings_and_loads_nothing_from_the_network(t
     if not (SPHINX / ".installed").exists():
         pytest.skip("Sphinx is not there: make docs, or make fetch")
     options = ["-q", "-W", "--keep-going", "-c", "docs/site", "-d", str(tmp_path / "cache")]
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", *options, ".", str(tmp_path / "site")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(SPHINX)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("-m", "sphinx", *options, ".", tmp_path / "site", folder=ROOT, PYTHONPATH=str(SPHINX))
     pages = {path: path.read_text() for path in (tmp_path / "site").rglob("*.html")}
     for path, text in pages.items():
         loaded = re.findall(r"<(?:script|img|iframe)\b[^>]*\bsrc=\"([^\"]+)", text)

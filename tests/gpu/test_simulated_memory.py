@@ -20,32 +20,28 @@ from tests.tiers import mainly
 pytestmark = needs_compiler
 
 CLIPPED: dict[str, Any] = {"gradient_clipping": 1.0}
+
+
+def _on(mesh: str, **sections: Any) -> dict[str, Any]:
+    return {"model_parallelism": MESHES[mesh], **sections}
+
+
 CASES: dict[str, dict[str, Any]] = {
-    "tp": {"model_parallelism": MESHES["tp"], **CLIPPED},
-    "pp, micro-batches": {"model_parallelism": MESHES["pp"], "pipeline": {"microbatch_size": 1}, **CLIPPED},
-    "dp, zero 1": {"model_parallelism": MESHES["dp"], "zero": {"stage": 1}, **CLIPPED},
-    "tp, zero 1": {"model_parallelism": MESHES["tp"], "zero": {"stage": 1}, **CLIPPED},
-    "dp": {"model_parallelism": MESHES["dp"], **CLIPPED},
-    "tp, bf16": {"model_parallelism": MESHES["tp"], "precision": {"dtype": "bf16"}, **CLIPPED},
-    "sequence": {"model_parallelism": MESHES["sequence"], **CLIPPED},
-    "cp": {"model_parallelism": MESHES["cp"], **CLIPPED},
-    "tp, recomputed": {"model_parallelism": MESHES["tp"], "activation_checkpointing": {"enable": True}},
-    "tp, offloaded": {
-        "model_parallelism": MESHES["tp"],
-        "activation_checkpointing": {"enable": True, "cpu_checkpointing": True},
-    },
-    "dp, optimizer on the host": {
-        "model_parallelism": MESHES["dp"],
-        "zero": {"stage": 1, "optimizer_offload": True},
-        **CLIPPED,
-    },
-    "pp, interleaved": {
-        "model_parallelism": MESHES["pp"],
-        "pipeline": {"microbatch_size": 1, "schedule": "interleaved"},
-    },
-    "cp, states": {"model_parallelism": MESHES["cp"]},
-    "dp, zero 2": {"model_parallelism": MESHES["dp"], "zero": {"stage": 2}},
-    "dp, zero 3": {"model_parallelism": MESHES["dp"], "zero": {"stage": 3}},
+    "tp": _on("tp", **CLIPPED),
+    "pp, micro-batches": _on("pp", pipeline={"microbatch_size": 1}, **CLIPPED),
+    "dp, zero 1": _on("dp", zero={"stage": 1}, **CLIPPED),
+    "tp, zero 1": _on("tp", zero={"stage": 1}, **CLIPPED),
+    "dp": _on("dp", **CLIPPED),
+    "tp, bf16": _on("tp", precision={"dtype": "bf16"}, **CLIPPED),
+    "sequence": _on("sequence", **CLIPPED),
+    "cp": _on("cp", **CLIPPED),
+    "tp, recomputed": _on("tp", activation_checkpointing={"enable": True}),
+    "tp, offloaded": _on("tp", activation_checkpointing={"enable": True, "cpu_checkpointing": True}),
+    "dp, optimizer on the host": _on("dp", zero={"stage": 1, "optimizer_offload": True}, **CLIPPED),
+    "pp, interleaved": _on("pp", pipeline={"microbatch_size": 1, "schedule": "interleaved"}),
+    "cp, states": _on("cp"),
+    "dp, zero 2": _on("dp", zero={"stage": 2}),
+    "dp, zero 3": _on("dp", zero={"stage": 3}),
 }
 BUILDS: dict[str, Callable[[], Any]] = {
     "pp, interleaved": functools.partial(llama, num_hidden_layers=4),

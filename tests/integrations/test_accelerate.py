@@ -13,11 +13,7 @@ from tests.compare import same_weights
 from tests.integrations.runs import Sequences
 from tests.parity import close
 from tests.pool import pooled
-from tests.small import llama
-
-
-def grouped() -> Any:
-    return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True).train()
+from tests.small import grouped
 
 
 def accelerator_of(**settings: Any) -> Any:
@@ -38,7 +34,7 @@ def test_the_recipe_is_the_plain_loop() -> None:
         accelerator = accelerator_of(
             gradient_accumulation_steps=2, mixed_precision=precision, step_scheduler_with_optimizer=False
         )
-        plain = grouped()
+        plain = grouped().train()
         model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)

@@ -14,10 +14,10 @@ import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
 from tests.integrations.runs import Sequences
-from tests.integrations.test_accelerate import accelerator_of, grouped
+from tests.integrations.test_accelerate import accelerator_of
 from tests.parity import close
 from tests.pool import pooled
-from tests.small import gpt2
+from tests.small import gpt2, grouped
 from tests.worlds import raises_everywhere
 
 PARALLEL = {"model_parallelism": {"tensor_parallel_size": 2}}
@@ -36,7 +36,7 @@ def train_and_count() -> None:
     """A script as accelerate's guide has it: nothing of autopar but ``initialize``."""
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     replicas = dist.get_world_size() // 2
-    plain = grouped()
+    plain = grouped().train()
     model = autopar.initialize(copy.deepcopy(plain), PARALLEL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = steps_of(optimizer)
@@ -204,7 +204,7 @@ def test_what_accelerate_would_get_wrong_is_refused(tmp_path: Any) -> None:
     from accelerate.utils import DistributedType
 
     accelerator = accelerator_of()
-    model = autopar.initialize(grouped(), PARALLEL)
+    model = autopar.initialize(grouped().train(), PARALLEL)
     model = accelerator.prepare(model)
     loader = autopar.prepare_dataloader(Sequences(), 2, mpu=model.mpu)
     with raises_everywhere(ConfigError, "which is already sharded over 1 replicas\n  Do not pass it to prepare"):

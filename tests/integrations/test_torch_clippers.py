@@ -13,12 +13,8 @@ from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_gradients, same_weights
 from tests.parity import close, language_batches
 from tests.pool import pooled
-from tests.small import gpt2, llama, parallel
+from tests.small import gpt2, grouped, parallel
 from tests.worlds import distributed, raises_everywhere
-
-
-def grouped():
-    return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True)
 
 
 def with_gradients(build, tp=2, **config):

@@ -27,6 +27,7 @@ from tests.integrations.runs import (
 )
 from tests.pool import pooled
 from tests.small import llama
+from tests.tiers import rows
 from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
@@ -93,76 +94,51 @@ def compare(folder, name, tp, pp, **parallel):
         trainer.train()
         mine = facts(trainer, trainer.evaluate())
     assert_same(mine, json.loads((folder / f"{name}.json").read_text()))
-    merged = folder / f"merged-{name}-{dist.get_world_size()}-{tp}-{pp}-{parallel}"
+    merged = folder / f"merged-{name}-{dist.get_world_size()}-{parallel}"
     trainer.save_model(str(merged))
     if dist.get_rank() == 0:
         assert_same_weights(AutoModelForCausalLM.from_pretrained(merged), folder, name)
 
 
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("name", [name for name in MODES if "mixture" not in name])
-def test_tensor_parallel(folder, name):
-    on_two_ranks(folder, name, 2, 1)
-
-
-@pooled(world_size=2)
-def on_two_ranks(folder, name, tp, pp):
-    with launched():
-        compare(folder, name, tp, pp)
-
-
-@pooled(world_size=4)
-def on_four_ranks(folder, name, tp, pp, parallel):
-    with launched():
-        compare(folder, name, tp, pp, **parallel)
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("name", ["plain", "smoothed", "matrices"])
-def test_tensor_and_data_parallel(folder, name):
-    on_four_ranks(folder, name, 2, 1, {})
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("pp", [1, 2])
-def test_context_parallel(folder, pp):
-    """Over two replicas, or two stages: context ranks read one replica's batches, and count once."""
-    on_four_ranks(folder, "plain", 1, pp, {"cp": 2})
-
-
-@pytest.mark.tier("all")
-def test_stages(folder):
-    on_two_ranks(folder, "plain", 1, 2)
-
-
-@pytest.mark.tier("all")
-def test_tensor_parallel_stages(folder):
-    on_four_ranks(folder, "plain", 2, 2, {})
-
-
-LATER = pytest.mark.tier("sweep")
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize(
-    ("stage", "tp", "pp"),
-    [(1, 2, 1), (3, 2, 1), (2, 1, 2), pytest.param(2, 2, 1, marks=LATER), pytest.param(3, 1, 2, marks=LATER)],
+ON_TWO = rows(
+    all=[("plain", {"tp": 2}), ("plain", {"pp": 2})],
+    sweep=[(name, {"tp": 2}) for name in ("smoothed", "matrices", "epochs")],
 )
-def test_zero(folder, stage, tp, pp):
-    on_four_ranks(folder, "plain", tp, pp, {"zero": {"stage": stage}})
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
+ON_FOUR = rows(
+    all=[
+        ("plain", {"tp": 2}),
+        ("plain", {"tp": 2, "pp": 2}),
+        ("plain", {"cp": 2}),  # context ranks read one replica's batches, and count once
+        ("plain", {"tp": 2, "zero": {"stage": 1}}),
         ("mixture", {"ep": 2}),
+    ],
+    sweep=[
+        *((name, {"tp": 2}) for name in ("smoothed", "matrices")),
+        ("plain", {"cp": 2, "pp": 2}),
+        *(("plain", {axis: 2, "zero": {"stage": stage}}) for stage in (2, 3) for axis in ("tp", "pp")),
         ("matrices of a mixture", {"ep": 2, "zero": {"stage": 1}}),
         ("mixture", {"tp": 2, "ep": 4, "zero": {"stage": 3}}),
     ],
 )
-def test_experts_of_several_replicas(folder, name, config):
-    on_four_ranks(folder, name, config.get("tp", 1), 1, config)
+
+
+def on_mesh(folder, name, parallel):
+    with launched():
+        compare(folder, name, parallel.get("tp", 1), parallel.get("pp", 1), **parallel)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("name", "parallel"), ON_TWO)
+@pooled(world_size=2)
+def test_on_two_ranks(folder, name, parallel):
+    on_mesh(folder, name, parallel)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("name", "parallel"), ON_FOUR)
+@pooled(world_size=4)
+def test_on_four_ranks(folder, name, parallel):
+    on_mesh(folder, name, parallel)
 
 
 def classifier():

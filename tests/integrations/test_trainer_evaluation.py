@@ -40,12 +40,6 @@ def on_one_process(folder):
         evaluate_all(folder, 1, 1)
 
 
-@pooled(world_size=4)
-def on_four_ranks(folder, tp, pp):
-    with launched():
-        evaluate_all(folder, tp, pp)
-
-
 def evaluate_all(folder, tp, pp):
     """Every kind of evaluation; with more than one rank compared with what one process left in the folder."""
     world = dist.get_world_size()
@@ -175,11 +169,9 @@ def generate(folder, tp, sections=None):
     }
 
 
-@pytest.mark.tier("all")
-def test_tensor_and_data_parallel(folder):
-    on_four_ranks(folder, 2, 1)
-
-
-@pytest.mark.tier("all")
-def test_tensor_parallel_stages(folder):
-    on_four_ranks(folder, 2, 2)
+@pytest.mark.every_case
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+@pooled(world_size=4)
+def test_on_four_ranks(folder, tp, pp):
+    with launched():
+        evaluate_all(folder, tp, pp)

@@ -1,5 +1,6 @@
 """What the planner counts on the meta device against what waits for backwards in real steps: equal, on every rank."""
 
+import functools
 from typing import Any
 from unittest.mock import patch
 
@@ -32,19 +33,8 @@ from tests.tiers import mainly
 BATCH, SEQUENCE = 4, 15
 _ODD = {"vocab_size": 131, "intermediate_size": 37, "hidden_size": 24, "num_attention_heads": 6}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def _deep_gpt2() -> Any:
-    return gpt2(n_layer=4)
-
-
-def _deep_llama() -> Any:
-    return llama(num_hidden_layers=4)
-
-
-def _few_keys() -> Any:
-    """A llama with one KV head."""
-    return llama(num_hidden_layers=4, num_key_value_heads=1)
+_deep_gpt2, _deep_llama = functools.partial(gpt2, n_layer=4), functools.partial(llama, num_hidden_layers=4)
+_few_keys = functools.partial(llama, num_hidden_layers=4, num_key_value_heads=1)
 
 
 def _bert() -> Any:
@@ -106,7 +96,7 @@ def _kept_is_as_planned(build: Any, batch: int = BATCH, **sections: Any) -> None
     saved = SavedBytes(model)
     with saved:
         model.execute_pipeline(_inputs(model, batch), optimizer=optimizer)
-    assert plan.kept[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank] == saved.most > 0, (build.__name__, config)
+    assert plan.kept[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank] == saved.most > 0, (build, config)
     mpu.destroy()
 
 

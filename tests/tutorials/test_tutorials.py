@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.fetched_packages import with_package
+from tests.scripts import printed as python_prints
 from tests.tiers import mainly
 from tests.tutorials.run_scripts import run_script
 from tutorials import offline
@@ -36,17 +35,7 @@ ENVIRONMENT = {
 
 def by_python(arguments: list[str], folder: Path) -> str:
     """Run a command of this Python in a folder, and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **ENVIRONMENT},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return python_prints(*arguments, folder=folder, **ENVIRONMENT)
 
 
 def run(processes: int, folder: Path) -> dict[str, str]:
