@@ -133,6 +133,14 @@ def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: in
     return model.double() if of_type(case.model_type).double else model
 
 
+def small(model_type: str, head: str, **changes: Any) -> Any:
+    """The model of a head with 6 heads and 3 KV heads; with changes of its config, which only its forward reads."""
+    model = build(Case(model_type, head), 6, 3)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    return model
+
+
 def batches(
     case: Case, config: PretrainedConfig, count: int = 2, *, seq: int = SEQ, left: bool = False
 ) -> list[dict[str, Any]]:

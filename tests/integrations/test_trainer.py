@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 from autopar.errors import ConfigError, ShardWarning
 from tests.exchange import everyones
@@ -26,6 +26,7 @@ from tests.integrations.runs import (
     samples,
 )
 from tests.pool import pooled
+from tests.random_models import small
 from tests.small import llama
 from tests.tiers import rows
 from tests.worlds import raises_everywhere
@@ -142,10 +143,7 @@ def test_on_four_ranks(folder, name, parallel):
 
 
 def classifier():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 36, "num_hidden_layers": 2}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(vocab_size=131, num_labels=3, **sizes, **dropout))
+    return small("bert", "BertForSequenceClassification")
 
 
 def classes(rows):

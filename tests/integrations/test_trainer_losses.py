@@ -6,50 +6,36 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.nn.functional import cross_entropy
-from transformers import BertConfig, T5Config, T5ForConditionalGeneration, Trainer, Wav2Vec2Config, Wav2Vec2ForCTC
+from transformers import Trainer
 
 import autopar
 from autopar.errors import ShardWarning
 from tests.integrations.runs import arguments, collate, history, launched, samples
 from tests.parity import close
 from tests.pool import pooled
+from tests.random_models import small
 from tests.small import llama
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.together  # what one process trains is made once
 
-SIZES = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 36, "num_hidden_layers": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
 
 def bert(kind: str) -> Any:
-    torch.manual_seed(0)
-    labels = 2 if kind == "QuestionAnswering" else 5
-    return getattr(transformers, f"BertFor{kind}")(BertConfig(vocab_size=131, num_labels=labels, **SIZES, **NO_DROPOUT))
+    return small("bert", f"BertFor{kind}")
 
 
 def t5() -> Any:
-    torch.manual_seed(0)
-    sizes = {"d_model": 24, "d_kv": 4, "num_heads": 6, "d_ff": 36, "num_layers": 1, "dropout_rate": 0.0}
-    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-    return T5ForConditionalGeneration(T5Config(vocab_size=131, **sizes, **tokens))
+    return small("t5", "T5ForConditionalGeneration")
 
 
 def wav2vec2() -> Any:
-    torch.manual_seed(0)
-    sound = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,), "num_feat_extract_layers": 1}
-    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-    rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
-    off = dict.fromkeys((*rates, "layerdrop", "mask_time_prob"), 0.0)
-    config = Wav2Vec2Config(vocab_size=131, ctc_loss_reduction="sum", **SIZES, **sound, **positions, **off)
-    return Wav2Vec2ForCTC(config)
+    return small("wav2vec2", "Wav2Vec2ForCTC", ctc_loss_reduction="sum")
 
 
 def classes(rows: Any) -> dict[str, torch.Tensor]:
     batch = collate(rows)
-    return {**batch, "labels": torch.where(batch["labels"] == -100, -100, batch["labels"] % 5)}
+    return {**batch, "labels": torch.where(batch["labels"] == -100, -100, batch["labels"] % 3)}
 
 
 def spans(rows: Any) -> dict[str, torch.Tensor]:
