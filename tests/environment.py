@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from multiprocessing.util import Finalize
 
-# Names, or patterns of names, that stay: what the machine, the network, this project's own switches and pytest need.
+# Patterns of names that stay.
 KEPT = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "PWD", "TMPDIR", "TZ", "LD_*", "CC", "CXX", "XDG_*", "SSL_*"),
     *("*_proxy", "*_PROXY", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE"),

@@ -1,8 +1,7 @@
 """Pick the tests of a tier, order them, print what they took, and fail a tier that exceeds its seconds.
 
-``tests/durations.json`` holds the mean seconds of one case of each test function on two cores. A run with ``--tier``
-sorts its tests by them; pytest-xdist gives each worker the next one. So long tests start first, then tests over most
-ranks, and the workers end together.
+``tests/durations.json`` holds the mean seconds of one case of each test function on two cores. Long tests come first,
+then tests over most ranks; pytest-xdist gives each worker the next one, so that the workers end together.
 """
 
 import json
@@ -33,7 +32,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 class TierRun:
-    """The plugin. In a worker of pytest-xdist it picks and orders tests; in the main process it adds up seconds."""
+    """Pick and order tests in a worker of pytest-xdist; add up seconds in the main process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config, self.known = config, read_durations()
@@ -141,7 +140,10 @@ def read_durations(file: Path = DURATIONS) -> dict[str, float]:
 
 def write_durations(known: dict[str, float], measured: dict[str, float], file: Path = DURATIONS) -> None:
     """Write the known seconds, with the means of the measured cases in place of the seconds of their functions."""
-    means = {name: round(statistics.fmean(listed), 2) for name, listed in _by_function(measured).items()}
+    cases = defaultdict[str, list[float]](list)
+    for nodeid, seconds in measured.items():
+        cases[function_of(nodeid)].append(seconds)
+    means = {name: round(statistics.fmean(listed), 2) for name, listed in cases.items()}
     by_file = defaultdict[str, dict[str, float]](dict)
     for name, seconds in sorted((known | means).items()):
         if seconds >= _LEAST:
@@ -150,17 +152,10 @@ def write_durations(known: dict[str, float], measured: dict[str, float], file: P
     file.write_text(json.dumps(by_file, indent=1) + "\n")
 
 
-def _by_function(measured: dict[str, float]) -> dict[str, list[float]]:
-    cases = defaultdict[str, list[float]](list)
-    for nodeid, seconds in measured.items():
-        cases[function_of(nodeid)].append(seconds)
-    return cases
-
-
 def speed(measured: dict[str, float], known: dict[str, float]) -> float:
-    """Return the median of measured by recorded seconds; 1 if fewer than 20 tests are known."""
-    means = {name: statistics.fmean(listed) for name, listed in _by_function(measured).items()}
-    ratios = [seconds / known[name] for name, seconds in means.items() if name in known]
+    """Return the median of measured by recorded seconds; 1 if fewer than 20 cases are known."""
+    found = {nodeid: function_of(nodeid) for nodeid in measured}
+    ratios = [measured[nodeid] / known[name] for nodeid, name in found.items() if name in known]
     return statistics.median(ratios) if len(ratios) >= 20 else 1.0
 
 

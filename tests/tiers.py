@@ -1,33 +1,23 @@
 """Which tests run when: four tiers, each with the tests of those before it (the table is in tests/README.md).
 
-What a test needs says where it belongs. A test in one process is in ``check``; a test over ranks is in ``all``.
-``@pytest.mark.tier("test")`` puts it elsewhere, ``@pytest.mark.tier("test", only=("llama-2",))`` some of its
-parameters; so does the mark of a single parameter. Of several marks the latest tier counts.
-
-The cases of one test may take :data:`MOST` seconds in ``all``: its first ones are there, as many as fit, the others in
-``sweep``. ``@pytest.mark.every_case`` keeps all of them.
+A test in one process is in ``check``; a test over ranks is in ``all``. ``@pytest.mark.tier("test")`` moves it,
+``@pytest.mark.tier("test", only=("llama-2",))`` some of its parameters. Of several marks the latest tier counts. The
+cases of one test may take :data:`MOST` seconds in ``all``; the remaining ones are in ``sweep``, unless the test has
+``@pytest.mark.every_case``.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 
-@dataclasses.dataclass(frozen=True)
-class Tier:
-    """One tier.
-
-    Attributes:
-        command: make's target that runs it.
-        seconds: of tests that it may add to the tiers before it, on the machine of tests/durations.json. Raise it
-            knowingly: two workers share them, and starting takes each worker another half a minute.
-    """
+class Tier(NamedTuple):
+    """The command of make that runs a tier, and the seconds of tests that it may add to the tiers before it."""
 
     command: str
-    seconds: float
+    seconds: float  # on the machine of tests/durations.json
 
 
 TIERS = {
@@ -41,11 +31,7 @@ MOST = 1.0
 
 
 def tier_of(item: pytest.Item) -> str:
-    """Return the tier of a collected test.
-
-    Raises:
-        UsageError: a mark names no tier.
-    """
+    """Return the tier of a collected test."""
     case = item.callspec.id if hasattr(item, "callspec") else ""
     marked = [mark.args[0] for mark in item.iter_markers("tier") if case in mark.kwargs.get("only", (case,))]
     unknown = [name for name in marked if name not in TIERS]

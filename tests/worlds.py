@@ -8,16 +8,12 @@
         dist.all_reduce(x)
         assert x == 2
 
-They keep their process group, the modeling files they imported and the results of dry runs (:mod:`tests.rehearsals`).
-After each body :mod:`tests.leftovers` restores their state. A failure or a time-out ends the world; the next test
-starts a new one. ``@distributed(world_size=2)`` starts new processes, for bodies that kill a rank.
-
-Ranks come from a fork server that has imported torch and transformers, and meet at a file. pytest shows the traceback
-of the failed rank, or the stacks of all ranks after a time-out. Arguments must pickle.
+They keep their process group, imports and the results of dry runs (:mod:`tests.rehearsals`); after each body
+:mod:`tests.leftovers` restores their state. A failure or a time-out ends the world. ``@distributed(world_size=2)``
+starts new processes, for bodies that kill a rank. Ranks come from a fork server and meet at a file. Arguments pickle.
 """
 
 import atexit
-import contextlib
 import faulthandler
 import functools
 import importlib
@@ -30,10 +26,12 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests.exchange import by_rank_0, raises_everywhere  # noqa: F401
 
 PRELOAD = ["torch", "torch.distributed", "transformers", "tests.leftovers", "tests.rehearsals", "tests.preload"]
 _GRACE = 5.0  # seconds that the peers of a failed rank get to fail too
@@ -67,11 +65,7 @@ class World:
             self.pipes.append(here)
 
     def run(self, work: tuple[str, str, Any, Any], timeout: float, expect_dead: tuple[int, ...] = ()) -> None:
-        """Run ``module.name(*args, **kwargs)`` on every rank.
-
-        Raises:
-            AssertionError: with the traceback of the first failed rank, or with the stacks after a time-out.
-        """
+        """Run ``module.name(*args, **kwargs)`` on every rank; fail with the first traceback, or with all stacks."""
         for pipe in self.pipes:
             pipe.send(work)
         pending = dict(enumerate(self.pipes))
@@ -259,41 +253,3 @@ def run_body(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     for part in name.split("."):
         target = getattr(target, part)
     getattr(target, "body", target)(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def raises_everywhere(error: type[BaseException], *parts: str) -> Iterator[Any]:
-    """``pytest.raises`` that also asserts that every rank of the world got the same first line."""
-    import pytest
-    import torch.distributed as dist
-
-    with pytest.raises(error) as info:
-        yield info
-    text = str(info.value)
-    for part in parts:
-        assert part in text, f"{part!r} is not in:\n{text}"
-    lines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, text.splitlines()[0])
-    assert len(set(lines)) == 1, f"ranks got different errors: {lines}"
-
-
-def by_rank_0(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Take ``step`` on rank 0 only; every rank gets its result or its error. For steps without collectives."""
-    import torch.distributed as dist
-
-    from autopar.errors import ConfigError
-
-    @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        made: list[Any] = [None, None]
-        if dist.get_rank() == 0:
-            try:
-                made[0] = step(*args, **kwargs)
-            except Exception as error:
-                made[1] = (ConfigError if isinstance(error, ConfigError) else RuntimeError)(f"{error}")
-        dist.broadcast_object_list(made)
-        if made[1] is not None:
-            raise made[1]
-        return made[0]
-
-    return run
