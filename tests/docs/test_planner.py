@@ -3,6 +3,7 @@
 UPDATE_DOCS=1 python -m pytest --tier sweep tests/docs/test_planner.py      writes both into the page
 """
 
+import json
 import os
 import re
 import shlex
@@ -103,3 +104,20 @@ def test_the_table(row: str) -> None:
         PAGE.write_text(re.sub(rf"^\| {re.escape(row)} \|.*$", line, text, flags=re.MULTILINE))
     else:
         assert line in text.splitlines()
+
+
+START = DOCS / "start.md"
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT asks for it
+@pytest.mark.tier("all")
+def test_seven_billion_parameters_on_small_cards() -> None:
+    text, again = START.read_text(), {"activation_checkpointing": {"enable": True}}
+    config = {"tp": 2, "precision": {"dtype": "bf16"}, **again}
+    assert f"`{json.dumps(config)}`" in text
+    adapters = autopar.plan_memory(llama("7 B", lora=True), config, sequence=2048, gpus=4).peak.total
+    assert f"{adapters / 1e9:.0f} GB a card, with" in text
+    config = {"tp": 4, **again}
+    assert f"`{json.dumps(config)}`" in text
+    half = llama("7 B", lora=False, dtype=torch.bfloat16)
+    assert f", {autopar.plan_memory(half, config, sequence=2048).peak.total / 1e9:.0f} GB a card" in text

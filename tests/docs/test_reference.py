@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.docs.pages import DOCS, ROOT
+import autopar
+from autopar.config.sections import PLAIN, SECTIONS, SHORT, PipelineConfig
+from tests.docs.pages import DOCS, ROOT, codes
 from tests.scripts import printed
 
 MODULES = {
@@ -71,3 +74,27 @@ def test_the_site_is_built_without_warnings_and_loads_nothing_from_the_network(t
     assert not re.search(r"url\([\"']?(https?:)?//", styles) and "@import" not in styles
     shown = {name for text in pages.values() for name in re.findall(r"\bid=\"([\w.]+)\"", text)}
     assert {name for page in MODULES.values() for name in named(page)} | set(named("model.md")) <= shown
+
+
+def test_the_configuration_is_documented_whole() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    (example,) = codes(text, "yaml")
+    content = yaml.safe_load(example.text)
+    config = autopar.ParallelConfig.parse(content)
+    # What the example sets; everything else in it is the default.
+    assert config == autopar.ParallelConfig(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        pipeline=PipelineConfig(microbatch_size=1, layers_per_stage=(6, 6)),
+        zero_stage=1,
+        precision="fp16",
+        gradient_clipping=1.0,
+    )
+    known = {*PLAIN, *(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)}
+    shown = {
+        f"{section}.{key}" if key else section
+        for section, keys in content.items()
+        for key in (keys if isinstance(keys, dict) else [""])
+    }
+    assert shown == known - {"pipeline.num_microbatches", *SHORT}  # microbatch_size and the long names are there
+    assert set(re.findall(r"^\| `(\w+(?:\.\w+)?)` \|", text, re.MULTILINE)) == known

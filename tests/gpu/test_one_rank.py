@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from tests.gpu.places import GPU, on_each
+from tests.gpu.device_ranks import GPU, on_each
 from tests.parity import close
 from tests.small import gpt2, llama
 

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tests.zoo.expressions import evaluate, is_size
 from tests.zoo.form import Kind
-from tests.zoo.merging import merge
+from tests.zoo.reading import merge
 
 MAKERS = ("make", "flat", "known")  # one of them makes a whole config
 

@@ -9,8 +9,7 @@ from transformers import PretrainedConfig
 from autopar.tools.verification.small_models import read_data
 from tests.zoo.configs import MAKERS, config_of
 from tests.zoo.form import Inputs, Kind, Make
-from tests.zoo.merging import expanded
-from tests.zoo.reading import FOLDER, entries
+from tests.zoo.reading import FOLDER, entries, expanded
 from tests.zoo.recipes import recipe
 
 _AS_THEY_ARE = ("settings", "variants", "double", "inside", "generates", "crosses")
