@@ -198,7 +198,6 @@ def test_the_main_head_is_planned_and_rehearsed(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", first_types((), WHOLE, later="sweep"))
 def test_every_head_is_rehearsed(model_type: str) -> None:
-    """Heads that only classify share all but a replicated layer with the others; the main head's has its own test."""
     main = _main(model_type)[:1]
     for case in [case for case in cases(model_type) if case not in main]:
         if case.variant or kind(case.head) in ("seq2seq", "causal", "masked", "base"):

@@ -183,7 +183,6 @@ def test_a_store_that_does_not_answer_is_asked_once() -> None:
 
 @distributed(world_size=2)  # a time-out breaks the connections of the world
 def test_a_replica_evaluates_while_another_averages() -> None:
-    """Its data has ended, and the other's has not."""
     model = autopar.initialize(gpt2(), {})
     ids, rank = torch.arange(6)[None], dist.get_rank()
     for step in range(2):

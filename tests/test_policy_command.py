@@ -35,12 +35,10 @@ def fails(*arguments: object) -> Any:
 
 
 def of(result: Any) -> Any:
-    """The JSON that a command printed."""
     return json.loads(result.stdout)
 
 
 def line_of(path: str) -> int:
-    """Where the policy of GPT-2 has an entry."""
     lines = (policy_folder() / "gpt2.yaml").read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(f"{path}:"))
 

@@ -136,7 +136,6 @@ def test_changed_files_are_those_of_the_branch_and_of_the_working_tree(
 
 
 def test_pytest_refuses_to_run_without_assertions() -> None:
-    """What cannot be cleaned any more once Python runs."""
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", __file__)
     done = python(*command, folder=ROOT, PYTHONOPTIMIZE="1")
     assert done.returncode != 0
@@ -157,7 +156,6 @@ def test_only_what_the_machine_needs_stays() -> None:
 
 
 def test_this_process_is_clean() -> None:
-    """Beside what libraries set for themselves."""
     assert SET.items() <= os.environ.items()
     assert Path(os.environ["HF_HOME"]).is_dir()
     assert not sys.warnoptions

@@ -104,7 +104,6 @@ def test_what_forward_wants_whole_is_sharded_and_gathered() -> None:
 
 
 def test_a_weight_that_training_uses_by_itself_stays_whole() -> None:
-    """In evaluation it is a column and a row, and right."""
     with pytest.raises(UnsupportedModelError, match="no policy can be derived for TrickyModel"):
         derive(tricky("Clipped"))
 
@@ -118,7 +117,6 @@ def test_tricky_blocks_on_ranks() -> None:
 
 @pooled(world_size=2)
 def test_losses_that_read_the_size_of_the_head() -> None:
-    """Rows of the weight are this rank's: the head stays whole. Features of the layer are those of its output."""
     for kind, sharded in ((LossByRows, False), (LossByFeatures, True)):
         torch.manual_seed(0)
         plain = randomise(kind(OddConfig(initializer_range=0.2)))

@@ -304,7 +304,6 @@ def test_ranks_that_call_initialize_differently_learn_the_key_and_both_values():
 
 @pooled(world_size=2)
 def test_buffers_may_be_registered_in_another_order_on_each_rank():
-    """As by a model that goes through a set: every process has its own order."""
     model = gpt2()
     for value in (1.0, 2.0) if dist.get_rank() == 0 else (2.0, 1.0):
         model.transformer.register_buffer(f"angles_{value:g}", torch.full((3,), value), persistent=False)

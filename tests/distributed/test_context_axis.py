@@ -113,7 +113,6 @@ def test_getters_and_mesh():
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (2, 2), (4, 1)])
 @pooled(world_size=4)
 def test_a_step_is_that_of_one_process(cp: int, tp: int) -> None:
-    """Gradients averaged by ``average_gradients`` or DDP; their norm; two batches where cp leaves two replicas."""
     model = _model(cp, tp)
     mpu, replicas = model.mpu, 4 // (cp * tp)
     assert mpu.sizes == (tp, 1, replicas, cp)

@@ -54,7 +54,6 @@ def _sizes(**sizes: Any) -> dict[str, Any]:
 
 
 def _of_whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a parameter's gradient."""
     state = vars(model).get("_autopar")
     layout = None if state is None else state.plan.tensors[state.plan.canonical(name)].layout
     return tensor.detach() if layout is None else all_gather(tensor.detach(), model.mpu.tp, layout)
@@ -131,7 +130,6 @@ def test_third_derivatives_over_uneven_shards() -> None:
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_an_inner_step_is_differentiated() -> None:
-    """MAML, with torch.func.functional_call."""
     plain, (support, query) = llama(attn_implementation="eager"), language_batches(131)
     model = autopar.initialize(copy.deepcopy(plain), _sizes(tensor_parallel_size=2))
     results = []

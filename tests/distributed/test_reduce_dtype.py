@@ -16,7 +16,6 @@ SIZE = 4 * 75_001  # goes over gloo's ring, which rounds at every step
 
 
 def value(rank: int) -> torch.Tensor:
-    """Sums of these are exact in fp32, and have more bits than a bf16 has."""
     generator = torch.Generator().manual_seed(rank)
     return (torch.randint(-128, 128, (SIZE,), generator=generator) / 64).bfloat16()
 

@@ -55,13 +55,11 @@ def write(code: Code, folder: Path) -> None:
 
 
 def shown(printed: str, folder: Path) -> str:
-    """Remove paths and counts that differ between installations."""
     printed = printed.replace(f"{policy_folder()}/", "policies/").replace(f"{folder}/", "")
     return re.sub(r"\d+ model types", "# model types", printed)
 
 
 def elided(printed: str, like: str) -> str:
-    """Replace the middle lines by "...", if a block of the page does."""
     head, dots, tail = (part.splitlines(keepends=True) for part in like.partition("...\n"))
     lines = printed.splitlines(keepends=True)
     return "".join([*lines[: len(head)], *dots, *lines[-len(tail) :]] if dots else lines)

@@ -26,7 +26,6 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 
 def prose(page: Path) -> str:
-    """Return the page without its code."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -43,7 +42,6 @@ def test_links_have_targets(page: Path) -> None:
 
 
 def test_files_in_backticks_exist(page: Path) -> None:
-    """Check ``autopar/api.py`` and ``policies/``; in design.md also ``plan/rules.py``, relative to the package."""
     named = set(re.findall(r"`([\w./-]+)`", prose(page)))
     top = {
         name for name in named if re.match(r"(autopar|docs|tests|policies|tutorials|benchmarks|\.ci)/(?!out\b)", name)
@@ -92,7 +90,6 @@ PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(
 
 
 def row(name: str) -> list[str]:
-    """The cells of a row of the table of versions."""
     (line,) = re.findall(rf"^\| {name}\b(.*)\|$", CHANGELOG, re.MULTILINE)
     return [cell.strip() for cell in line.split(" | ")[1:]]
 

@@ -282,7 +282,6 @@ def test_serving(tmp_path: Path) -> None:
 
 
 def sides(diff: str) -> tuple[str, str]:
-    """The program before a change, and after it."""
     lines = diff.splitlines()
     before, after = ([line[1:] for line in lines if line[:1] in (" ", "", sign)] for sign in "-+")
     return "\n".join(before), "\n".join(after)

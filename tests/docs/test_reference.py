@@ -24,7 +24,6 @@ SPHINX = ROOT / ".cache" / "docs"
 
 
 def named(page: str) -> list[str]:
-    """The names that a page of the reference has an entry for."""
     text = (DOCS / "reference" / page).read_text()
     return re.findall(r"^\.\. (?:auto|py:)(?:function|class|exception|data|type):: ([\w.]+)$", text, re.MULTILINE)
 

@@ -58,12 +58,10 @@ def started(case: str) -> tuple[Any, Any]:
 
 
 def averages(case: str) -> bool:
-    """Return whether the loop averages gradients; in ZeRO's stages 2 and 3 the backward does."""
     return int(CASES[case].get("zero", {}).get("stage", 0)) < 2
 
 
 def sample(model: Any) -> list[torch.Tensor]:
-    """Return what the check of the ranks keeps of the last step; of a weight without a state here one part less."""
     return [x for x in model._autopar.dp.steps.last_shard or () if isinstance(x, torch.Tensor)]
 
 
@@ -77,7 +75,6 @@ def live(model: Any, least: int, patience: float = 5.0) -> int:
 
 
 def allocations() -> int:
-    """Allocations on the device so far."""
     count: int = torch.ops.sim.memory()[2]
     return count
 

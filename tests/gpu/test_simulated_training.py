@@ -49,7 +49,6 @@ WAITS = {
 
 
 def own(found: list[Wait]) -> list[str]:
-    """File and function of what autopar has waited for."""
     return [wait.function for wait in found if wait.own]
 
 
@@ -90,7 +89,6 @@ def plain_step(plain: Any, optimizer: torch.optim.Optimizer, clip: bool = True) 
 
 
 def share(model: Any) -> torch.Tensor:
-    """This replica's samples, on the device."""
     mpu = model.mpu
     return IDS.chunk(mpu.dp.size)[mpu.dp.rank].to(mpu.device)
 

@@ -102,7 +102,6 @@ def test_a_script_with_replicas() -> None:
 
 @pooled(world_size=4)
 def test_what_counts_processes_counts_replicas() -> None:
-    """Functions beside the accelerator, too; what is about processes stays so."""
     accelerator = accelerator_of()
     from accelerate import PartialState, utils
 
@@ -144,7 +143,6 @@ def test_what_counts_processes_counts_replicas() -> None:
 
 @pooled(world_size=4)
 def test_a_schedule_steps_with_the_optimizer_of_the_model() -> None:
-    """Prepared before the model, with another length, in split batches; that of another model steps for all ranks."""
     accelerator = accelerator_of()
     plain = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
     model = gpt2()
@@ -168,7 +166,6 @@ def test_a_schedule_steps_with_the_optimizer_of_the_model() -> None:
 
 @pooled(world_size=4)
 def test_a_model_that_shares_weights_only_within_its_replica() -> None:
-    """LocalSGD averages each shard over the ranks that hold it."""
     accelerator = accelerator_of()
     from accelerate.local_sgd import LocalSGD
 
@@ -246,7 +243,6 @@ def accelerator_of(**settings: Any) -> Any:
 
 @pooled(world_size=4)
 def test_the_recipe_is_the_plain_loop() -> None:
-    """At tp 2 x dp 2, in fp32 and in accelerate's bf16: two steps of two micro-batches, clipped."""
     for precision, tolerance in (("no", 1e-5), ("bf16", 0.02)):
         accelerator = accelerator_of(
             gradient_accumulation_steps=2, mixed_precision=precision, step_scheduler_with_optimizer=False

@@ -33,7 +33,6 @@ def gradients(model):
 
 @distributed(world_size=2)
 def test_functions_that_were_imported_before_are_right() -> None:
-    """Of a process in which nothing was parallelized before."""
     assert imported_before is torch.nn.utils.clip_grad_norm_
     plain, model = with_gradients(gpt2)
     assert imported_before is torch.nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad.clip_grad_norm_

@@ -147,7 +147,6 @@ def classifier():
 
 
 def classes(rows):
-    """Samples with one label each."""
     padded = collate(rows)
     return {**padded, "labels": padded["input_ids"].sum(-1) % 3}
 
@@ -210,14 +209,12 @@ def streamed(folder, tp):
 
 @pytest.mark.tier("all")
 def test_streams_and_recomputed_activations(tmp_path):
-    """Two replicas take the batches that one takes."""
     streamed(tmp_path, 2)
     streamed(tmp_path, 1)
 
 
 @pooled(world_size=4)
 def test_workers_of_a_replica_are_seeded_alike(tmp_path):
-    """Their random augmentations are those of one batch, which the ranks of a replica share."""
     with launched():
         trainer = trainer_of(tmp_path, 2, dataloader_num_workers=1)
         worker = trainer.get_train_dataloader().base_dataloader.worker_init_fn

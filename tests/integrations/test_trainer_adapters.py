@@ -21,7 +21,6 @@ MODES = {"plain": {}, "smoothed": {"label_smoothing_factor": 0.1, "train_samplin
 
 
 def adapted(seed=0, **changes):
-    """Adapters on all linear layers; the head is trained as a whole."""
     return with_lora(llama(seed, **changes), target_modules="all-linear", modules_to_save=["lm_head"])
 
 
@@ -69,7 +68,6 @@ def on_four_ranks(folder):
 
 @pooled(world_size=2)
 def test_folders_and_going_on(tmp_path: Path):
-    """Folders are those of plain PEFT; resumed bit for bit; the best adapters come from shards or PEFT's files."""
     with launched():
         model = adapted(attention_dropout=0.2)
         trainer = trainer_of(tmp_path / "run", 2, 1, model, **SAVED)

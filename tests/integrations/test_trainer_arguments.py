@@ -56,7 +56,6 @@ def test_half_precision(tmp_path, dtype):
 
 @pooled(world_size=2)
 def test_fp16_skips_a_step_that_overflows(tmp_path):
-    """The scheduler waits, the step counts, and the folder keeps the loss scale."""
     with launched():
         scale = {"precision": {"dtype": "fp16", "initial_scale": 2.0**24, "hysteresis": 1}}
         trainer = trainer_of(tmp_path, 2, fp16=True, parallel=scale, save_strategy="steps", save_steps=6)
@@ -145,7 +144,6 @@ DATA = yaml.safe_load(Path(__file__).with_name("refused_arguments.yaml").read_te
 
 @pooled(world_size=2)
 def test_what_is_refused(tmp_path):
-    """Each with its reason, before the model is changed."""
     with launched():
         from autopar.integrations import ParallelTrainer
 
@@ -195,7 +193,6 @@ def test_what_is_refused(tmp_path):
 
 @pooled(world_size=2)
 def test_a_loop_that_uses_the_accelerator(tmp_path):
-    """What callbacks and other trainers ask of it."""
     with launched():
         trainer = trainer_of(tmp_path, 2)
         accelerator = trainer.accelerator

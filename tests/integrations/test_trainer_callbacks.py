@@ -48,7 +48,6 @@ def run(folder, tp, event, flags, everywhere):
 
 @pooled(world_size=2)
 def test_flags_of_one_rank(tmp_path):
-    """Steps, evaluations, saves and weights are those of a callback that sets them on all ranks."""
     cases = [
         (1, "on_substep_end", ["should_training_stop"], 2),
         (2, "on_step_begin", ["should_epoch_stop"], 2),
@@ -65,7 +64,6 @@ def test_flags_of_one_rank(tmp_path):
 
 @pooled(world_size=2)
 def test_a_stop_after_an_evaluation_on_one_rank(tmp_path):
-    """As one of ``EarlyStoppingCallback``, with a metric that each rank computes for itself."""
     with launched():
         trainer = trainer_of(tmp_path, 1, logging_strategy="no", eval_strategy="steps", eval_steps=2)
         callback = SetFlags("on_evaluate", ["should_training_stop"], everywhere=False)
@@ -82,7 +80,6 @@ class Draw(TrainerCallback):
 
 @pooled(world_size=2)
 def test_a_random_number_of_one_rank(tmp_path):
-    """With dropout in the model, and without any; also before the order of samples is drawn."""
     for dropout in (0.0, 0.2):
         with launched():
             runs = []

@@ -54,7 +54,6 @@ def loss_of(model):
 
 @pooled(world_size=4)
 def test_folders_and_going_on(tmp_path):
-    """Layout, limit, best model, callbacks; then resumed from the middle, and the best of both."""
     with launched():
         out = tmp_path / "run"
         trainer = trainer_of(out, 2, 1, dropping(), save_total_limit=2, **SAVED)
@@ -94,7 +93,6 @@ def test_folders_and_going_on(tmp_path):
 
 @pooled(world_size=2)
 def test_muon_in_shards_goes_on_with_whole_matrices(tmp_path):
-    """The momentum is the same in each; bit for bit."""
     with launched():
         from autopar.integrations import ParallelTrainer
 
@@ -145,7 +143,6 @@ def go_on_elsewhere(folder, tp, pp):
 
 @pooled(world_size=2)
 def test_the_model_alone(tmp_path):
-    """``save_only_model``: the best one is loaded, and nothing can be resumed."""
     with launched():
         trainer = trainer_of(tmp_path, 2, 1, save_only_model=True, **SAVED)
         trainer.train()

@@ -209,7 +209,6 @@ def test_other_axes(folder, name, mesh):
 
 @pytest.mark.tier("all")
 def test_evaluation_where_each_replica_trains_by_its_own_mean(tmp_path):
-    """``eval_loss`` of the weights that the run has is that of one process."""
     by_own_means(tmp_path)
 
 

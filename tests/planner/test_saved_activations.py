@@ -166,7 +166,6 @@ def test_over_a_schedule(schedule: str) -> None:
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 @pooled(world_size=2)
 def test_of_rows(method: str) -> None:
-    """Rows that two ranks do not have equally many of; with one head of keys each rank sees others."""
     _kept_is_as_planned(llama, **CP, context_parallel_method=method)
     _kept_is_as_planned(_few_keys, **CP, context_parallel_method=method)
     _kept_is_as_planned(gpt2, **CP, context_parallel_method=method, **RECOMPUTED)

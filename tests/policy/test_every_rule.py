@@ -177,7 +177,6 @@ def _read_in_another_branch(model: PreTrainedModel, path: str, where: str, plan:
 
 
 def _places(policy: Policy, model: PreTrainedModel, plan: Plan) -> set[str]:
-    """The rules, attributes and inputs that met something in this model."""
     uses = [use for scope in all_scopes(policy, "", model, 2) for use in matches_of(scope)]
     places = {str(use.rule.where) for use in uses} | {attribute.where for attribute in plan.attributes}
     return places | {cut.where for module in plan.modules.values() for cut in module.inputs}

@@ -105,7 +105,6 @@ def test_optional_segments_of_a_path() -> None:
 
 
 def _wrapped(is_new_implementation: bool) -> Callable[[], bool]:
-    """What transformers puts in place of a function that a package may replace."""
     return lambda: is_new_implementation
 
 

@@ -32,12 +32,10 @@ def table(size: int, may_be_empty: frozenset[str] = NONE, **config: Any) -> Unit
 
 
 def one(size: int, count: str, block: nn.Module | None = None, config: Any = None, **changes: Any) -> UnitTable:
-    """A table with the one unit ``u``."""
     return UnitTable({"u": UnitSpec("u", count, Where("p", 1), **changes)}, config, "Model", size, NONE)
 
 
 def layout(units: UnitTable, parts: list[str], elements: int, block: nn.Module | None = None) -> Layout:
-    """``parts`` as a policy writes them: ``heads`` or ``heads * 4``."""
     split = [part.partition(" * ") for part in parts]
     return units.layout([UnitRun(u, w or None) for u, _, w in split], 0, elements, "proj", Where("p", 9), block)
 

@@ -56,7 +56,6 @@ def test_a_parallel_layer_costs_few_calls_where_nothing_needs_a_gradient(kind: s
 @pooled(world_size=2)
 @torch.no_grad()
 def test_without_gradients_too_a_layer_does_all_that_is_not_a_product() -> None:
-    """Dropout inside a region, a parametrized weight, a bias that is returned: none of them takes the short way."""
     model, plain = (make(gpt2(attn_pdrop=0.5), 2) for make in (parallel, lambda model, _: model))
     torch.manual_seed(3)
     masks = [model.train()(IDS).logits for _ in range(2)]

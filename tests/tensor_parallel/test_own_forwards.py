@@ -54,7 +54,6 @@ def test_hooks_of_accelerate_are_named_with_what_takes_them_off() -> None:
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_what_hooks_of_accelerate_leave_behind_is_not_called() -> None:
-    """Taking them off sets the class's forward on the object."""
     plain, model = gpt2(), gpt2()
     for block in model.transformer.h:
         add_hook_to_module(block.mlp.c_proj, ModelHook())

@@ -133,7 +133,6 @@ def test_whatever_is_computed_of_them(chunk: int) -> None:
 
 @pooled(world_size=2)
 def test_no_loss_of_transformers_gathers() -> None:
-    """Masked, sequence to sequence (with a bias on the logits), soft-capped, scaled."""
     with pytest.MonkeyPatch.context() as patch:
         gathered = Gathered(patch)
         for plain in (
@@ -253,7 +252,6 @@ def test_a_rank_that_reads_alone_gets_an_error() -> None:
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
-    """Whatever does not train: no gradients, with labels and without; or evaluation mode without labels."""
     (batch,) = language_batches(VOCAB, count=1)
     ids = batch["input_ids"]
     for build in (gpt2, llama):

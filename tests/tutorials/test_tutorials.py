@@ -34,7 +34,6 @@ ENVIRONMENT = {
 
 
 def by_python(arguments: list[str], folder: Path) -> str:
-    """Run a command of this Python in a folder, and return what it prints."""
     return python_prints(*arguments, folder=folder, **ENVIRONMENT)
 
 
@@ -65,7 +64,6 @@ Runs = Callable[[int], dict[str, str]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Return a function: number of processes -> the output of each script. Each number runs once."""
     return cache(lambda processes: run(processes, tmp_path_factory.mktemp(f"tutorials-{processes}")))
 
 
