@@ -74,14 +74,20 @@ def test_merge_options(ckpt, tmp_path):
         (["merge", "ckpt", "ckpt", "--force"], "error: cannot merge ckpt into"),
         (["inspect", "nowhere"], "error: nowhere does not exist."),
         (["inspect", "."], "error: . is not a checkpoint"),
+        (["check", "nowhere"], "error: nowhere does not exist."),
+        (["policy", "check", "nowhere.yaml"], "error: policy file 'nowhere.yaml' does not exist"),
     ],
 )
-def test_errors_are_one_line_without_traceback(ckpt, monkeypatch, arguments, message):
+def test_errors_are_one_line_or_json_without_traceback(ckpt, monkeypatch, arguments, message):
     monkeypatch.chdir(ckpt.parent)
     result = run(*arguments)
     assert result.exit_code == 1
     assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
     assert result.stdout == ""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 1 and result.stderr == ""
+    error = json.loads(result.stdout)["error"]
+    assert error["type"].endswith("Error") and f"error: {error['message']}".startswith(message)
     assert os.listdir(ckpt.parent) == ["ckpt"]
 
 
@@ -121,23 +127,6 @@ def test_version_and_completion():
     assert printed("-m", "autopar", "--version") == f"autopar {autopar.__version__}\n"
     shell = CliRunner().invoke(app, prog_name="autopar", env={"_AUTOPAR_COMPLETE": "source_bash"})
     assert "complete" in shell.stdout and "_AUTOPAR_COMPLETE" in shell.stdout
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["merge", "nowhere", "merged", "--json"],
-        ["check", "nowhere", "--json"],
-        ["inspect", "nowhere", "--json"],
-        ["policy", "check", "nowhere.yaml", "--json"],
-    ],
-)
-def test_errors_as_json(tmp_path, monkeypatch, arguments):
-    monkeypatch.chdir(tmp_path)
-    result = run(*arguments)
-    assert result.exit_code == 1 and result.stderr == ""
-    error = json.loads(result.stdout)["error"]
-    assert error["type"].endswith("Error") and "nowhere" in error["message"]
 
 
 def test_the_package_says_that_it_is_typed():

@@ -9,7 +9,7 @@ from autopar.tools.verification.small_models import read_data
 
 FOLDER = Path(__file__).parent
 _SHARED = "shared.yaml"  # fragments for all families
-_NO_FAMILY = (_SHARED, "heads.yaml")
+_NO_FAMILY = (_SHARED, "heads.yaml", "fields.yaml")
 
 
 @functools.cache
