@@ -53,7 +53,6 @@ def test_ranks_of_experts_under_megatrons_names_and_places_of_shards():
     mpu = MPU(tensor_parallel_size=2)
     assert mpu.shards is mpu.tp and mpu.copies is mpu.dp_cp and mpu.ep.size == 1 and mpu.edp is mpu.dp
     assert mpu.places()[mpu.rank] == (mpu.tp.rank, 0, mpu.dp.rank)
-    mpu.destroy()
 
 
 @pooled(world_size=8)

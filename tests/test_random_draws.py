@@ -155,4 +155,3 @@ def test_hashes_and_gradients_are_the_plain_models_for_the_same_seed() -> None:
             close(parameter.grad, expected, name)
     unbind(plain, apply._OWNER)
     assert not any("_init_attention_seed" in vars(module) for module in plain.modules())
-    model.mpu.destroy()

@@ -229,7 +229,6 @@ def test_all_ranks_stop_after_the_same_step() -> None:
         assert steps == 3
         assert stop.requested()  # it stays so
     assert signal.getsignal(signal.SIGTERM) is before
-    mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -245,7 +244,6 @@ def test_a_second_signal_does_what_it_did_before() -> None:
             assert got == [signal.SIGUSR2]
     finally:
         signal.signal(signal.SIGUSR2, before)
-    mpu.destroy()
 
 
 @pooled(world_size=1)
@@ -261,7 +259,6 @@ def test_only_the_main_thread_handles_signals() -> None:
     thread.start()
     thread.join()
     assert errors and "main thread" in errors[0] and "in the main thread" in errors[0]
-    mpu.destroy()
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ def test_every_sum_is_rounded_once() -> None:
         mpu.destroy()
     mpu = MPU(4, cpu_transport="gloo")
     assert not torch.equal(sums(mpu)["reduce"], wanted)  # what the option is for
-    mpu.destroy()
 
 
 @pooled(world_size=4)

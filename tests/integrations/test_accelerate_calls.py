@@ -161,7 +161,6 @@ def test_a_schedule_steps_with_the_optimizer_of_the_model() -> None:
     lone.split_batches = True
     lone.step()
     assert lone.scheduler.last_epoch == 3
-    model.mpu.destroy()
 
 
 @pooled(world_size=4)
@@ -193,7 +192,6 @@ def test_a_model_that_shares_weights_only_within_its_replica() -> None:
         for first, second in zip(both[0].parameters(), plain.parameters(), strict=True):
             second.add_(first).div_(2)
     same_weights(model, plain, 1e-5, "averaged")
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -227,7 +225,6 @@ def test_what_accelerate_would_get_wrong_is_refused(tmp_path: Any) -> None:
     ):
         with pytest.raises(ConfigError, match="save_parallelized"):
             save()
-    model.mpu.destroy()
 
 
 def accelerator_of(**settings: Any) -> Any:

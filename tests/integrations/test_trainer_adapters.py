@@ -54,13 +54,8 @@ def compare(folder, name, tp, pp=1, **changes):
         assert_same_weights(peft.PeftModel.from_pretrained(llama(), saved), folder, name)
 
 
-@pytest.mark.tier("all")
-def test_replicas_and_stages(folder):
-    on_four_ranks(folder)
-
-
 @pooled(world_size=4)
-def on_four_ranks(folder):
+def test_replicas_and_stages(folder):
     with launched():
         compare(folder, "smoothed", 2)
         compare(folder, "plain", 2, 2)

@@ -177,23 +177,12 @@ def test_replicas_weigh_by_their_labels(folder, name):
     compare(folder, name, {}, 2)
 
 
-@pooled(world_size=2)
-def on_two_ranks(folder, name, mesh):
-    compare(folder, name, mesh, 2)
-
-
-@pooled(world_size=4)
-def on_four_ranks(folder, name, mesh):
-    compare(folder, name, mesh, 2)
-
-
-@pytest.mark.tier("all")
 @pytest.mark.parametrize(("name", "stage"), [("masked", 3), ("t5", 2), ("masked", 1)])
+@pooled(world_size=2)
 def test_zero(folder, name, stage):
-    on_two_ranks(folder, name, {"zero": {"stage": stage}})
+    compare(folder, name, {"zero": {"stage": stage}}, 2)
 
 
-@pytest.mark.tier("all")
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -203,20 +192,16 @@ def test_zero(folder, name, stage):
         ("t5", {"cp": 2}),
     ],
 )
+@pooled(world_size=4)
 def test_other_axes(folder, name, mesh):
-    on_four_ranks(folder, name, mesh)
-
-
-@pytest.mark.tier("all")
-def test_evaluation_where_each_replica_trains_by_its_own_mean(tmp_path):
-    by_own_means(tmp_path)
+    compare(folder, name, mesh, 2)
 
 
 @pooled(world_size=2)
-def by_own_means(folder):
+def test_evaluation_where_each_replica_trains_by_its_own_mean(tmp_path):
     for case in APART_CASES.values():
         with launched():
-            trainer = trained(folder / "run", (*case[:2], {**case[2], "max_steps": 1}), {}, 2)
+            trainer = trained(tmp_path / "run", (*case[:2], {**case[2], "max_steps": 1}), {}, 2)
             model = llama()
             model.load_state_dict(autopar.deparallelize(trainer.model).state_dict())
             padded, loss = [collate(samples(9, 1)[start : start + 4]) for start in range(0, 9, 4)], 0.0
@@ -225,13 +210,8 @@ def by_own_means(folder):
             assert abs(evaluated(trainer)[-1] - loss) < 1e-5, (evaluated(trainer), loss)
 
 
-@pytest.mark.tier("all")
-def test_a_loss_that_no_number_of_labels_weighs_warns():
-    warned()
-
-
 @pooled(world_size=2)
-def warned():
+def test_a_loss_that_no_number_of_labels_weighs_warns():
     class Mean:
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])

@@ -46,7 +46,6 @@ def test_metrics_count_the_operations_of_the_plain_model() -> None:
         autopar.metrics(model, {"input_ids": IDS}, 0)
     with pytest.raises(ConfigError, match=r"must have input_ids \[batch, sequence\]; got labels"):
         autopar.metrics(model, {"labels": IDS}, 1)
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -65,7 +64,6 @@ def test_a_run_is_logged_by_one_rank_and_drawn(tmp_path: Path) -> None:
     if model.mpu.rank == 0:
         with pytest.raises(ConfigError, match=r"has the columns \['step', 'loss'.*Use another file"):
             autopar.metrics(model, {"input_ids": IDS}, 1.0, log=file)
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)

@@ -44,7 +44,6 @@ def test_without_tensor_parallelism_sizes_need_not_be_those_of_the_config(sizes:
     close(model(IDS).logits if model.mpu.pp.size == 1 else plain(IDS).logits, plain(IDS).logits, "logits")
     model.execute_pipeline({"input_ids": mine}, of_features)
     same_gradients(model, plain)
-    model.mpu.destroy()
 
 
 @pytest.mark.tier("test")
@@ -59,7 +58,6 @@ def test_with_tensor_parallelism_the_error_says_the_line_of_a_policy() -> None:
     policy["head"] = {"lm_head?": "replicated"}
     model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}}, policy=policy)
     close(model(IDS).logits, plain(IDS).logits, "logits")
-    model.mpu.destroy()
 
 
 @pytest.mark.tier("test")
