@@ -17,8 +17,8 @@ from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, search
+from benchmarks.published_runs import RUNS, outcome, row
 from tests.docs.pages import DOCS, ROOT
-from tests.planner.published import RUNS, outcome, row
 
 PAGE = ROOT / "benchmarks" / "results" / "published_runs.md"
 

@@ -1,4 +1,4 @@
-"""Published training runs (``published.yaml``) next to what ``autopar plan`` says of them."""
+"""Published training runs (``published_runs.yaml``) next to what ``autopar plan`` says of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
