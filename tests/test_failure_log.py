@@ -1,4 +1,4 @@
-"""Who is still there: processes that are gone, what ranks publish, and how long collectives wait."""
+"""Processes that are gone, what ranks publish, and how long collectives and ranks wait."""
 
 import os
 import re

@@ -1,3 +1,5 @@
+"""Initialize: what it attaches and refuses, gives back, and how it is launched."""
+
 import copy
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""The table of operators against torch: which elements of a result depend on which of an argument."""
+"""The table of operators against torch, and the operations that work on each row by itself."""
 
 from collections.abc import Callable
 from typing import Any

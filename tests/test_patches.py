@@ -1,4 +1,4 @@
-"""Patches of other libraries: installed with the first model, removed with the last one, listed in between."""
+"""Patches of other libraries, swapped classes and bound methods: installed, listed and removed."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""The ranks of the pool: no body sees what another one has left behind, and no failure reaches the next body."""
+"""Ranks of the pool: no body sees what another one left, no failure reaches the next; remembered dry runs."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Dropout and sampling: the same on all tp ranks where activations are replicated, different where they are sharded."""
+"""Dropout, sampling and seeds of layers: identical on replicated activations, different on sharded ones."""
 
 import copy
 from typing import Any

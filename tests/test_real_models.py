@@ -1,3 +1,5 @@
+"""Small real models that public packages carry (see the Makefile)."""
+
 import os
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What recomputed blocks keep of their forward: gradients bit for bit, and what is computed and sent again."""
+"""Recomputed blocks: gradients bit for bit, what is computed and sent again, selective checkpointing."""
 
 import collections
 import copy

@@ -1,4 +1,4 @@
-"""Tiers, durations, and which policies a change touches."""
+"""Tiers, durations, the environment of the run, and which policies a change touches."""
 
 import os
 import subprocess

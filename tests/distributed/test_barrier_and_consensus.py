@@ -1,3 +1,5 @@
+"""Agreement of all ranks: barriers, verdicts, names of attempts, stop signals, arguments of initialize."""
+
 import json
 import os
 import random

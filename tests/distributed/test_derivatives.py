@@ -1,4 +1,4 @@
-"""Derivatives through sharded layers: exact in any order, or refused; none is left out without a word."""
+"""Derivatives through sharded layers: exact in any order, or refused, as transforms and dual tensors are."""
 
 import copy
 import importlib

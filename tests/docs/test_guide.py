@@ -1,6 +1,6 @@
-"""The guide in docs/policies.md, followed line by line in an empty folder: the outputs equal those on the page.
+"""The guide and the model by hand in docs/policies.md, and the commands of docs/verify.md: outputs equal the pages'.
 
-UPDATE_DOCS=1 python -m pytest tests/docs/test_guide.py      writes the outputs into the page
+UPDATE_DOCS=1 python -m pytest tests/docs/test_guide.py      writes the outputs into the pages
 """
 
 import os
@@ -13,15 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from autopar.cli import app
 from autopar.policy.files import policy_folder
+from autopar.tools.verification.outputs import TOLERANCES
 from autopar.tools.verification.small_models import randomise
+from autopar.tools.verification.verify import CHECKS
 from tests.docs.pages import DOCS, ROOT, Code, codes, section
 from tests.parity import check, language_batches
 from tests.pool import pooled
 from tests.tutorials.run_scripts import run_script
+from tests.verification.faults import FAULTS
 from tests.worlds import distributed
 
 PAGE = DOCS / "policies.md"
@@ -179,3 +183,51 @@ def test_verify_finds_a_wrong_layout_of_a_fused_weight(files: None, right: bool)
     result = run_line(VERIFY)
     assert result.output.rstrip().endswith("all checks pass" if right else "some checks fail"), result.output
     assert right or re.search(r"first difference: .*model\.blocks\.0\.mlp", result.output), result.output
+
+
+VERIFY_PAGE = DOCS / "verify.md"
+
+
+def words(printed: str) -> list[str]:
+    """The lines without numbers, which of the tensors is the worst, and the widths of columns."""
+    text = re.sub(r"(worst [\w ]+): [\w.]+", r"\1", printed)
+    text = re.sub(r"\d+(\.\d+)?(e-\d+)?|equal", "#", re.sub(r"─+", "-", text))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    return [line for line in lines if not line.startswith("all-")]  # what carries collectives depends on the machine
+
+
+def test_the_commands_print_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    text = VERIFY_PAGE.read_text()
+    (policy,) = codes(text, "yaml")
+    assert policy.file
+    (tmp_path / policy.file).write_text(policy.text)
+    right, wrong = codes(text, "bash")
+    for number, (code, status) in enumerate(((right, 0), (wrong, 1))):
+        result = CliRunner().invoke(app, shlex.split(code.text)[1:])
+        assert result.exit_code == status, result.output
+        shown, printed = codes(text, "text")[number].text, result.stdout.replace(f"{tmp_path}/", "")
+        if os.environ.get("UPDATE_DOCS"):
+            before = f"```bash\n{code.text}```\n\n```text\n"
+            text = text.replace(f"{before}{shown}```", f"{before}{printed}```")
+            VERIFY_PAGE.write_text(text)
+        else:
+            assert words(printed) == words(shown)
+
+
+def test_the_page_lists_every_argument_and_check() -> None:
+    command = get_command(app).commands["verify"]  # type: ignore[attr-defined]
+    options = {max(parameter.opts, key=len) for parameter in command.params if parameter.name != "model"}
+    table = "".join(line for line in VERIFY_PAGE.read_text().splitlines() if line.startswith("| `--"))
+    assert set(re.findall(r"`(--[a-z-]+)`", table)) == options
+    assert [
+        name for name in re.findall(r"^\| `(\w+)` \|", VERIFY_PAGE.read_text(), re.MULTILINE) if name != "MODEL"
+    ] == list(CHECKS)
+
+
+def test_the_numbers_of_the_page() -> None:
+    text = " ".join(VERIFY_PAGE.read_text().split())
+    assert f"plant {len(FAULTS)} faults," in text
+    for dtype, allowed in TOLERANCES.items():
+        assert f"{allowed:.0e} in {str(dtype).removeprefix('torch.')}".replace("e-0", "e-") in text

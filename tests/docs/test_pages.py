@@ -1,4 +1,4 @@
-"""Links, headings, files and commands of the pages exist, and the figures are up to date."""
+"""Links, headings, files, commands, figures and versions of the pages are right."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The API reference has every public name, and `make docs` builds a site of it that needs no network."""
+"""The API reference has every public name, the site is built, and the page on the config names every key."""
 
 import importlib
 import re

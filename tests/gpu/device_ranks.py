@@ -1,4 +1,4 @@
-"""Ranks whose process group serves the simulated device, see :mod:`tests.gpu.simulated`, or one GPU that they share."""
+"""Ranks on the simulated device (:mod:`tests.gpu.simulated`) or on one GPU; where the tests of this folder run."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""A script that was written for accelerate, around a parallelized model: what it counts is what one process counts."""
+"""Scripts with accelerate around a parallelized model, and the recipe without its loaders and DDP."""
 
 import copy
 import os

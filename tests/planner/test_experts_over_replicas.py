@@ -1,4 +1,4 @@
-"""Experts that replicas share in the planner: bytes of real ranks, what is sent, and which sizes the search tries."""
+"""Whole experts, also over replicas, in the planner: bytes of real ranks, what is sent, what is searched."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sequence and context parallelism in the planner: what a block keeps and sends, what is searched, what is refused."""
+"""Sequence and context parallelism in the planner, and recomputed blocks that keep what fits."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""``summary`` and ``metrics`` of a parallelized model."""
+"""``summary``, ``metrics`` and the log line of a parallelized model."""
 
 import copy
 import itertools

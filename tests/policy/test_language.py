@@ -1,4 +1,4 @@
-"""What the language reads: parts with widths, keys of each rule, towers, models inside, inputs."""
+"""The language and the form of policies: parts, keys of rules, towers, models inside, inputs, sections."""
 
 from pathlib import Path
 

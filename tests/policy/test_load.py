@@ -1,4 +1,4 @@
-"""Reading: files, text and dicts, and what ``extends`` merges."""
+"""Reading files, text and dicts, what ``extends`` merges, and mistakes with their file and line."""
 
 import re
 from collections.abc import Callable

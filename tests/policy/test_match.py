@@ -1,4 +1,4 @@
-"""Which policy a model gets, and what a user reads if there is none or more than one."""
+"""Which policy a model gets, once in an initialize; the errors if there is none or more than one."""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Policies and models that fit each other, or do not: sizes, ties, types, optional modules."""
+"""Policies and models that fit each other or not: sizes, ties, types, optional modules, fused kernels."""
 
 import sys
 from collections.abc import Callable

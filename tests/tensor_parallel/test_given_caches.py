@@ -1,4 +1,4 @@
-"""``past_key_values`` that the user gives: outputs and gradients are the plain model's, or an error says why not."""
+"""``past_key_values`` of the user, and the calls that a decoded token costs."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""Modules and parameters that come or change after initialize: refused where they would take a shard for the whole."""
+"""Modules, parameters and forwards that a user changes: refused where a shard would be taken for the whole."""
 
 import copy
 from collections.abc import Callable

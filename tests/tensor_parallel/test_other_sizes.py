@@ -1,4 +1,4 @@
-"""Modules whose size is not the config's, and inputs of one sample: refused only where something is sharded by it."""
+"""Sizes that are not the config's, inputs of one sample, experts whose width a grouped matmul refuses."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Cuts of anything: fused projections, bare parameters, buffers, filters, embeddings; sizes that modules tell."""
+"""Shards of fused projections, parameters, buffers, filters, embeddings, and of a made-up layout."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Every tutorial and the demo, small, on 2 processes and as plain ``python``: the numbers they print."""
+"""Every tutorial and the demo, small, on 2 processes and as plain ``python``; what they read offline."""
 
 import argparse
 import json

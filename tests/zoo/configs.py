@@ -8,9 +8,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from autopar.tools.verification.small_models import read_data
-from tests.zoo.expressions import evaluate, is_size
 from tests.zoo.form import Kind
-from tests.zoo.reading import merge
+from tests.zoo.reading import evaluate, is_size, merge
 
 MAKERS = ("make", "flat", "known")  # one of them makes a whole config
 

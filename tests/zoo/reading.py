@@ -1,8 +1,10 @@
-"""Read the YAML files of this folder, each once and only when it is asked for."""
+"""Read the YAML files of this folder, put fragments together, and evaluate expressions."""
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from autopar.tools.verification.small_models import read_data
@@ -62,3 +64,24 @@ def _items(item: Any, fragments: Mapping[str, Any]) -> list[Any]:
     if isinstance(item, Mapping) and item.keys() == {"with"} and isinstance(fragments.get(item["with"]), list):
         return expanded(fragments[item["with"]], fragments)
     return [expanded(item, fragments)]
+
+
+_SIZE = re.compile(r"(?=.*[a-z])(?:\b(?:heads|kv_heads|vocab)\b|[\d\s+*/%()-])+")
+
+
+def is_size(text: str) -> bool:
+    """Tell an expression over the sizes of a model from any other text: it has no other words."""
+    return _SIZE.fullmatch(text) is not None
+
+
+def evaluate(text: str, names: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None = None) -> Any:
+    """Return the value of an expression."""
+    try:
+        return eval(_compiled(text), {"__builtins__": {}, **(functions or {})}, names)
+    except (NameError, SyntaxError) as error:
+        raise ValueError(f"{text!r} has no value: {error}") from error
+
+
+@functools.cache
+def _compiled(text: str) -> CodeType:
+    return compile(text.strip(), "tests/zoo", "eval")
