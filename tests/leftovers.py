@@ -48,8 +48,7 @@ class Settings:
         host_transport._SPIN_ON_OWN_CORE = host_transport._SPIN
         gc.collect()
         gc.freeze()  # later collections skip the modules and caches of before the first body
-        self.world = dist.group.WORLD
-        self.states = [read() for read, _ in _STATES]
+        self.world, self.states = dist.group.WORLD, [read() for read, _ in _STATES]
         self.device, self.environment, self.path = torch.get_default_device(), dict(os.environ), list(sys.path)
         self.hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
         self.loggers = _loggers()

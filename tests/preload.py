@@ -11,18 +11,14 @@ from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.tensor_parallel import regions
+from tests import leftovers, rehearsals  # noqa: F401
 from tests.small import gpt2
-
-
-def _plan_once() -> None:
-    model = gpt2()
-    assert check_plan(model, "", make_plan(model, find_policy(model), 2))
-
 
 for module in pkgutil.walk_packages(autopar.__path__, "autopar."):
     if not module.name.endswith("__main__"):  # it would run the command line, and end the server
         importlib.import_module(module.name)
 regions._LEAST = 0
-_plan_once()
+model = gpt2()
+assert check_plan(model, "", make_plan(model, find_policy(model), 2))
 gc.collect()
 gc.freeze()

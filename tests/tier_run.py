@@ -1,7 +1,6 @@
 """Pick the tests of a tier, order them, print what they took, and fail a tier that exceeds its seconds.
 
-``tests/durations.json`` holds the mean seconds of one case of each test function on two cores. Long tests come first,
-then tests over most ranks; pytest-xdist gives each worker the next one, so that the workers end together.
+Long tests come first, then tests over most ranks; pytest-xdist gives each worker the next one.
 """
 
 import json
@@ -58,9 +57,8 @@ class TierRun:
         self._pick(config, items)
 
     def _pick(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        wanted = up_to(self.tier or "sweep")
         after = config.getoption("--after")
-        wanted = wanted[len(up_to(after)) if after else 0 :]
+        wanted = up_to(self.tier or "sweep")[len(up_to(after)) if after else 0 :]
         late = beyond(items, self._seconds)
         taken, left = [], []
         for item in items:
@@ -81,14 +79,12 @@ class TierRun:
 
     def _turn(self, item: pytest.Item) -> tuple[float, int, str]:
         """Return the sort key: long tests by their seconds, then most ranks, then files one after the other."""
-        seconds = self._seconds(item)
-        together = item.get_closest_marker("together") is not None
+        seconds, together = self._seconds(item), item.get_closest_marker("together") is not None
         return -max(seconds, _LONG) if together or seconds > _LONG else 0.0, -ranks_of(item), item.nodeid.split("::")[0]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        may_need = item.get_closest_marker("ranks_if_needed") is not None
-        worlds.without_ranks = tier_of(item) == "check" and not may_need
+        worlds.without_ranks = tier_of(item) == "check" and not item.get_closest_marker("ranks_if_needed")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.measured[report.nodeid] += report.duration
@@ -154,8 +150,7 @@ def write_durations(known: dict[str, float], measured: dict[str, float], file: P
 
 def speed(measured: dict[str, float], known: dict[str, float]) -> float:
     """Return the median of measured by recorded seconds; 1 if fewer than 20 cases are known."""
-    found = {nodeid: function_of(nodeid) for nodeid in measured}
-    ratios = [measured[nodeid] / known[name] for nodeid, name in found.items() if name in known]
+    ratios = [seconds / known[name] for at, seconds in measured.items() if (name := function_of(at)) in known]
     return statistics.median(ratios) if len(ratios) >= 20 else 1.0
 
 

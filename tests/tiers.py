@@ -1,9 +1,6 @@
-"""Which tests run when: four tiers, each with the tests of those before it (the table is in tests/README.md).
+"""Which tests run when: four tiers, each with the tests of those before it (see tests/README.md).
 
-A test in one process is in ``check``; a test over ranks is in ``all``. ``@pytest.mark.tier("test")`` moves it,
-``@pytest.mark.tier("test", only=("llama-2",))`` some of its parameters. Of several marks the latest tier counts. The
-cases of one test may take :data:`MOST` seconds in ``all``; the remaining ones are in ``sweep``, unless the test has
-``@pytest.mark.every_case``.
+``@pytest.mark.tier("test", only=("llama-2",))`` moves some parameters of a test. Of several marks the latest tier counts.
 """
 
 from collections import Counter
@@ -14,10 +11,8 @@ import pytest
 
 
 class Tier(NamedTuple):
-    """The command of make that runs a tier, and the seconds of tests that it may add to the tiers before it."""
-
     command: str
-    seconds: float  # on the machine of tests/durations.json
+    seconds: float  # of tests that it may add to the tiers before it, on the machine of tests/durations.json
 
 
 TIERS = {
@@ -27,16 +22,16 @@ TIERS = {
     "sweep": Tier("make sweep", 20000),
 }
 _ORDER = list(TIERS)
-MOST = 1.0
+MOST = 1.0  # seconds of the cases of one test in all; the remaining ones are in sweep, unless it is every_case
 
 
 def tier_of(item: pytest.Item) -> str:
     """Return the tier of a collected test."""
     case = item.callspec.id if hasattr(item, "callspec") else ""
     marked = [mark.args[0] for mark in item.iter_markers("tier") if case in mark.kwargs.get("only", (case,))]
-    unknown = [name for name in marked if name not in TIERS]
-    if unknown:
-        raise pytest.UsageError(f"{item.nodeid}: no tier {unknown[0]!r}, there are {', '.join(TIERS)}")
+    for name in marked:
+        if name not in TIERS:
+            raise pytest.UsageError(f"{item.nodeid}: no tier {name!r}, there are {', '.join(TIERS)}")
     return max(marked, key=_ORDER.index) if marked else ("all" if ranks_of(item) else "check")
 
 

@@ -1,16 +1,8 @@
 """Run the body of a test on the ranks of a gloo world.
 
-``@pooled(world_size=2)`` uses ranks that live as long as the test run, one world of each size::
-
-    @pooled(world_size=2)
-    def test_sum():
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        assert x == 2
-
-They keep their process group, imports and the results of dry runs (:mod:`tests.rehearsals`); after each body
-:mod:`tests.leftovers` restores their state. A failure or a time-out ends the world. ``@distributed(world_size=2)``
-starts new processes, for bodies that kill a rank. Ranks come from a fork server and meet at a file. Arguments pickle.
+``@pooled(world_size=2)`` uses ranks that live as long as the test run, one world of each size. After each body
+:class:`Settings` restores their state; a failure or a time-out ends the world. ``@distributed(world_size=2)`` starts
+new processes, for bodies that kill a rank. Ranks come from a fork server and meet at a file. Arguments pickle.
 """
 
 import atexit
@@ -33,7 +25,7 @@ from typing import Any
 
 from tests.exchange import by_rank_0, raises_everywhere  # noqa: F401
 
-PRELOAD = ["torch", "torch.distributed", "transformers", "tests.leftovers", "tests.rehearsals", "tests.preload"]
+PRELOAD = ["torch", "torch.distributed", "transformers", "tests.preload"]
 _GRACE = 5.0  # seconds that the peers of a failed rank get to fail too
 _RANKS = 24  # of all pooled worlds; beyond it the worlds that waited longest end
 
@@ -66,6 +58,7 @@ class World:
 
     def run(self, work: tuple[str, str, Any, Any], timeout: float, expect_dead: tuple[int, ...] = ()) -> None:
         """Run ``module.name(*args, **kwargs)`` on every rank; fail with the first traceback, or with all stacks."""
+        assert not without_ranks, 'a test that starts ranks is in make check: mark it, @pytest.mark.tier("all")'
         for pipe in self.pipes:
             pipe.send(work)
         pending = dict(enumerate(self.pipes))
@@ -165,7 +158,6 @@ def spawn(
     """Run ``module.name(*args, **kwargs)`` on new ranks; those in ``expect_dead`` may end with any code."""
 
     def run() -> None:
-        check_ranks_are_allowed()
         world = World(world_size, timeout, False, method)
         try:
             world.run((module, name, args, kwargs or {}), timeout, expect_dead)
@@ -173,10 +165,6 @@ def spawn(
             world.close()
 
     run() if expect_dead else _connected(run)
-
-
-def check_ranks_are_allowed() -> None:
-    assert not without_ranks, 'a test that starts ranks is in make check: mark it, @pytest.mark.tier("all")'
 
 
 def _connected(run: Callable[[], None]) -> None:
@@ -190,7 +178,6 @@ def _connected(run: Callable[[], None]) -> None:
 
 
 def _run_in_pool(work: tuple[str, str, Any, Any], size: int, timeout: float) -> None:
-    check_ranks_are_allowed()
     world = _worlds.pop(size, None) or World(size)
     _worlds[size] = world  # the last one used is the last of them
     for other in list(_worlds)[:-1]:
