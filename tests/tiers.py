@@ -1,6 +1,6 @@
 """Which tests run when: four tiers, each with the tests of those before it (see tests/README.md).
 
-``@pytest.mark.tier("test", only=("llama-2",))`` moves some parameters of a test. Of several marks the latest tier counts.
+``@pytest.mark.tier("test", only=("llama-2",))`` moves some parameters of a test. The latest of several tiers counts.
 """
 
 from collections import Counter
