@@ -20,13 +20,12 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
 
 from autopar.distributed import gloo_collectives
+from autopar.features.generation import batching_turns
 from autopar.features.host_transport import transport as host_transport
 from autopar.guards import step as process_hooks
 
 _LOGGERS = ("autopar", "torch", "transformers")
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, type)
-
-
 _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_rng_state, torch.set_rng_state),
     (random.getstate, random.setstate),
@@ -74,9 +73,8 @@ class Settings:
         if torch.get_default_device() != self.device:
             torch.set_default_device(self.device)
         torch.set_autocast_enabled("cpu", False)
-        if os.environ != self.environment:
-            os.environ.clear()
-            os.environ.update(self.environment)
+        os.environ.clear()
+        os.environ.update(self.environment)
         sys.path[:] = self.path
         sys.excepthook, sys.unraisablehook, threading.excepthook = self.hooks
         transformers.utils.logging.warning_once.cache_clear()
@@ -113,9 +111,7 @@ def _namespaces() -> list[Any]:
 def _destroy_groups() -> None:
     """Destroy all process groups except the world's; then all ranks number new groups alike."""
     state = dist.distributed_c10d._world
-    batching = sys.modules.get("autopar.features.generation.batching_turns")
-    if batching is not None:
-        vars(batching)["_groups"].clear()
+    batching_turns._groups.clear()
     for group in list(state.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

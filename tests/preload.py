@@ -7,11 +7,12 @@ import pkgutil
 from transformers import AutoConfig, BertForMaskedLM, GenerationMixin, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
 
 import autopar
+import tests.leftovers
+import tests.rehearsals  # noqa: F401
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.tensor_parallel import regions
-from tests import leftovers, rehearsals  # noqa: F401
 from tests.small import gpt2
 
 for module in pkgutil.walk_packages(autopar.__path__, "autopar."):

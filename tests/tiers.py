@@ -1,7 +1,4 @@
-"""Which tests run when: four tiers, each with the tests of those before it (see tests/README.md).
-
-``@pytest.mark.tier("test", only=("llama-2",))`` moves some parameters of a test. The latest of several tiers counts.
-"""
+"""Which tests run when: four tiers, each with the tests of those before it (see tests/README.md)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,7 +23,7 @@ MOST = 1.0  # seconds of the cases of one test in all; the remaining ones are in
 
 
 def tier_of(item: pytest.Item) -> str:
-    """Return the tier of a collected test."""
+    """Return the latest tier of the marks of a collected test, of which ``only=("llama-2",)`` names some parameters."""
     case = item.callspec.id if hasattr(item, "callspec") else ""
     marked = [mark.args[0] for mark in item.iter_markers("tier") if case in mark.kwargs.get("only", (case,))]
     for name in marked:
