@@ -69,10 +69,6 @@ def run_on_one_process(folder):
             one_process(folder, name, model_of(name), **changes)
 
 
-def config(tp, pp=1, cp=1, **more):
-    return {"tp": tp, "pp": pp, "cp": cp, **more}
-
-
 def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **changes):
     from autopar.integrations import ParallelTrainer
 
@@ -84,21 +80,23 @@ def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **
         eval_dataset=samples(21, 1),
         data_collator=collator,
         compute_metrics=metrics,
-        parallel_config=config(tp, pp, **(parallel or {})),
+        parallel_config={"tp": tp, "pp": pp, **(parallel or {})},
     )
 
 
-def compare(folder, name, tp, pp, **parallel):
-    trainer = trainer_of(folder / "run", tp, pp, model_of(name), parallel=parallel, **MODES[name])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ShardWarning)
-        trainer.train()
-        mine = facts(trainer, trainer.evaluate())
-    assert_same(mine, json.loads((folder / f"{name}.json").read_text()))
+def compare(folder, name, parallel):
+    tp, pp = parallel.get("tp", 1), parallel.get("pp", 1)
     merged = folder / f"merged-{name}-{dist.get_world_size()}-{parallel}"
-    trainer.save_model(str(merged))
-    if dist.get_rank() == 0:
-        assert_same_weights(AutoModelForCausalLM.from_pretrained(merged), folder, name)
+    with launched():
+        trainer = trainer_of(folder / "run", tp, pp, model_of(name), parallel=parallel, **MODES[name])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ShardWarning)
+            trainer.train()
+            mine = facts(trainer, trainer.evaluate())
+        assert_same(mine, json.loads((folder / f"{name}.json").read_text()))
+        trainer.save_model(str(merged))
+        if dist.get_rank() == 0:
+            assert_same_weights(AutoModelForCausalLM.from_pretrained(merged), folder, name)
 
 
 ON_TWO = rows(
@@ -123,23 +121,18 @@ ON_FOUR = rows(
 )
 
 
-def on_mesh(folder, name, parallel):
-    with launched():
-        compare(folder, name, parallel.get("tp", 1), parallel.get("pp", 1), **parallel)
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize(("name", "parallel"), ON_TWO)
 @pooled(world_size=2)
 def test_on_two_ranks(folder, name, parallel):
-    on_mesh(folder, name, parallel)
+    compare(folder, name, parallel)
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(("name", "parallel"), ON_FOUR)
 @pooled(world_size=4)
 def test_on_four_ranks(folder, name, parallel):
-    on_mesh(folder, name, parallel)
+    compare(folder, name, parallel)
 
 
 def classifier():
@@ -193,7 +186,7 @@ def streamed(folder, tp):
     with launched():
         args = arguments(folder, 2 // tp, max_steps=4, activation_checkpointing=True)
         trainer = ParallelTrainer(
-            llama(), args, train_dataset=Stream(), data_collator=collate, parallel_config=config(tp)
+            llama(), args, train_dataset=Stream(), data_collator=collate, parallel_config={"tp": tp}
         )
         assert trainer.model.is_activation_checkpointing
         trainer.train()

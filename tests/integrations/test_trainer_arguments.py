@@ -12,7 +12,7 @@ from transformers import Trainer
 import autopar
 from autopar.errors import ConfigError
 from tests.integrations.runs import arguments, collate, history, launched, metrics, samples
-from tests.integrations.test_trainer import config, trainer_of
+from tests.integrations.test_trainer import trainer_of
 from tests.pool import pooled
 from tests.scripts import printed
 from tests.small import llama
@@ -74,17 +74,17 @@ def test_a_model_that_is_parallelized_already(tmp_path):
         from autopar.integrations import ParallelTrainer
 
         given = trainer_of(tmp_path, 2)
-        model = autopar.initialize(llama(), config(2))
+        model = autopar.initialize(llama(), {"tp": 2})
         both = {"train_dataset": samples(40), "data_collator": collate, "args": arguments(tmp_path, 1)}
         trainer = ParallelTrainer(model, **both)
         assert trainer.label_names == given.label_names == ["labels"]
         assert trainer.model_accepts_loss_kwargs
         assert torch.equal(losses(trainer), losses(given))
         with raises_everywhere(ConfigError, "is already parallelized", "Remove parallel_config"):
-            ParallelTrainer(model, **both, parallel_config=config(2))
+            ParallelTrainer(model, **both, parallel_config={"tp": 2})
         other, plain = llama(), arguments(tmp_path, 1)
         optimizer = torch.optim.AdamW(other.parameters())
-        other, optimizer = autopar.initialize(other, config(2, zero={"stage": 1}), optimizer=optimizer)
+        other, optimizer = autopar.initialize(other, {"tp": 2, "zero": {"stage": 1}}, optimizer=optimizer)
         with raises_everywhere(ConfigError, "together with an optimizer", "optimizers=(optimizer, None)"):
             ParallelTrainer(other, plain)
         with raises_everywhere(ConfigError, "args request bf16", "precision.dtype=fp32"):
@@ -100,7 +100,7 @@ def test_the_plain_trainer_evaluates_and_names_this_one_to_train(tmp_path):
     with torch.no_grad():
         predicted = SimpleNamespace(predictions=llama().eval()(**batch).logits, label_ids=batch["labels"].numpy())
     with launched():
-        model = autopar.initialize(llama(), config(2))
+        model = autopar.initialize(llama(), {"tp": 2})
         settings = arguments(tmp_path, 2)
         trainer = Trainer(model, settings, collate, train_dataset=samples(8), compute_metrics=metrics)
         found = trainer.evaluate(rows)
@@ -136,7 +136,7 @@ def test_sizes_of_accelerate(tmp_path):
             with raises_everywhere(ConfigError, text):
                 ParallelTrainer(llama(), arguments(tmp_path, 2), parallel_config=sizes)
         with raises_everywhere(ConfigError, "are both given"):
-            ParallelTrainer(llama(), args, parallel_config=config(2))
+            ParallelTrainer(llama(), args, parallel_config={"tp": 2})
 
 
 DATA = yaml.safe_load(Path(__file__).with_name("refused_arguments.yaml").read_text())
@@ -158,7 +158,7 @@ def test_what_is_refused(tmp_path):
             ParallelTrainer(
                 model,
                 arguments(tmp_path, 1),
-                parallel_config=config(2, zero={"stage": 3}),
+                parallel_config={"tp": 2, "zero": {"stage": 3}},
                 optimizers=(torch.optim.Muon(matrices), None),
             )
         for text, changes in DATA["in_stages"].items():
@@ -178,9 +178,9 @@ def test_what_is_refused(tmp_path):
             args = arguments(tmp_path, 1)
             setattr(args, name, True)
             with raises_everywhere(ConfigError, f"args.{name}"):
-                ParallelTrainer(llama(), args, parallel_config=config(2))
+                ParallelTrainer(llama(), args, parallel_config={"tp": 2})
         with raises_everywhere(ConfigError, "model_init="):
-            ParallelTrainer(model_init=llama, args=arguments(tmp_path, 1), parallel_config=config(2))
+            ParallelTrainer(model_init=llama, args=arguments(tmp_path, 1), parallel_config={"tp": 2})
         with raises_everywhere(ConfigError, "does not divide"):
             trainer_of(tmp_path, 3)
         trainer = trainer_of(tmp_path, 2)
