@@ -133,7 +133,7 @@ def test_one_line_on_rank_0() -> None:
     assert lines.lines == ([line] if dist.get_rank() == 0 else [])
     assert model.num_parameters() == plain.num_parameters() > held  # the whole model's
     assert model.get_memory_footprint(return_buffers=False) == 4 * held  # this rank's
-    assert "whole model" in model.num_parameters.__doc__
+    assert "full model" in model.num_parameters.__doc__
 
 
 @pytest.mark.tier("all")
