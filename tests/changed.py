@@ -54,10 +54,7 @@ def reached(changed: Iterable[str], uses: dict[str, set[str]]) -> set[str]:
 
 
 def changed_files(root: Path = ROOT) -> set[str]:
-    """Return paths that differ from where this branch left the one it follows; without git, or on it, none.
-
-    ``AUTOPAR_BASE`` names another commit to compare with.
-    """
+    """Return paths that differ from where this branch left the one it follows; without git, or on it, none."""
     base = os.environ.get("AUTOPAR_BASE") or _git(root, "merge-base", "HEAD", "@{upstream}") or "HEAD"
     listed = _git(root, "diff", "--name-only", base.strip()) + _git(root, "ls-files", "--others", "--exclude-standard")
     return set(listed.split("\n")) - {""}

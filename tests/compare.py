@@ -9,10 +9,7 @@ from tests.pipeline_parallel.oracle import whole_tensors
 def same_gradients(
     model: nn.Module, plain: nn.Module, tolerance: float = TOLERANCE, when: str = "", scaled: bool = False
 ) -> None:
-    """Every parameter's gradient, put together from all shards and stages; ``when`` is for the message.
-
-    With ``scaled`` a gradient of large numbers is compared by its largest.
-    """
+    """Every parameter's gradient, put together from all shards and stages; ``when`` is for the message."""
     gradients = (whole if model.mpu.pp.size == 1 else whole_tensors)(model, lambda parameter: parameter.grad)
     for name, parameter in plain.named_parameters():
         largest = max(1.0, float(parameter.grad.abs().max())) if scaled else 1.0

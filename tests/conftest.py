@@ -1,4 +1,4 @@
-"""Settings of the whole test run: the environment (tests/environment.py), one thread, tiers (tests/tier_run.py)."""
+"""Settings of the whole test run: a clean environment, one thread, tiers."""
 
 import tests.environment  # noqa: F401 - cleans the environment, before others read it
 

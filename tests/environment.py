@@ -1,8 +1,4 @@
-"""The environment of the test run: what libraries read in it is the same in every shell.
-
-Imported first by conftest.py, for its effect: libraries read most of this while they are imported. The processes that
-tests start inherit it. Launchers, loggers, trackers and compilers would otherwise change texts, sums and time-outs.
-"""
+"""The environment of the test run: what libraries read in it is the same in every shell."""
 
 import os
 import shutil
@@ -12,8 +8,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from multiprocessing.util import Finalize
 
-# Names, or patterns of names, that stay: what the machine, the network, this project's own switches and pytest need.
-KEPT = (
+KEPT = (  # patterns of names
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "PWD", "TMPDIR", "TZ", "LD_*", "CC", "CXX", "XDG_*", "SSL_*"),
     *("*_proxy", "*_PROXY", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NVIDIA_*", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
@@ -33,11 +28,9 @@ SET = {
 def cleaned(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment as tests are to find it."""
     kept = {name: value for name, value in environment.items() if any(fnmatchcase(name, pattern) for pattern in KEPT)}
-    if "PY_COLORS" not in kept:  # so that the lines of pytest itself stay as the shell wants them
-        if environment.get("NO_COLOR"):
-            kept["PY_COLORS"] = "0"
-        elif environment.get("FORCE_COLOR"):
-            kept["PY_COLORS"] = "1"
+    for name, value in (("NO_COLOR", "0"), ("FORCE_COLOR", "1")):
+        if environment.get(name):
+            kept.setdefault("PY_COLORS", value)  # the lines of pytest itself stay as the shell wants them
     return kept | SET
 
 
@@ -47,9 +40,9 @@ def _clean() -> None:
     if not hub:
         hub = tempfile.mkdtemp(prefix="autopar-hub-")
         Finalize(None, shutil.rmtree, (hub,), {"ignore_errors": True}, exitpriority=-100)  # also of forks: not by them
-    clean = cleaned(os.environ) | {"HF_HOME": hub}
+    clean = cleaned(os.environ)
     os.environ.clear()
-    os.environ.update(clean)
+    os.environ.update(clean, HF_HOME=hub)
     sys.warnoptions.clear()  # PYTHONWARNINGS, which the ranks would get; pytest has filters of its own
 
 

@@ -1,15 +1,17 @@
-"""Values with tensors in them, of every rank, on every rank.
+"""What all ranks of a world have: values with tensors, the same error, the result of one of them."""
 
-``dist.all_gather_object`` pickles each tensor by a ``torch.save`` of its own, which costs more than the steps that are
-compared. Here a tensor is its bytes. What arrives shares no memory and needs no gradients.
-"""
-
+import contextlib
+import functools
 import io
 import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from autopar.errors import ConfigError
 
 
 def everyones(value: Any, group: Any = None) -> list[Any]:
@@ -25,6 +27,37 @@ def same_random_states(group: Any = None) -> None:
     """Assert that all ranks of the group draw the same from here on; collective."""
     states = everyones(torch.get_rng_state(), group)
     assert all(torch.equal(state, states[0]) for state in states)
+
+
+@contextlib.contextmanager
+def raises_everywhere(error: type[BaseException], *parts: str) -> Iterator[Any]:
+    """``pytest.raises`` that also asserts that every rank of the world got the same first line."""
+    with pytest.raises(error) as info:
+        yield info
+    text = str(info.value)
+    for part in parts:
+        assert part in text, f"{part!r} is not in:\n{text}"
+    lines = everyones(text.splitlines()[0])
+    assert len(set(lines)) == 1, f"ranks got different errors: {lines}"
+
+
+def by_rank_0(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Take ``step`` on rank 0 only; every rank gets its result or its error. For steps without collectives."""
+
+    @functools.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        made: list[Any] = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                made[0] = step(*args, **kwargs)
+            except Exception as error:
+                made[1] = (ConfigError if isinstance(error, ConfigError) else RuntimeError)(f"{error}")
+        dist.broadcast_object_list(made)
+        if made[1] is not None:
+            raise made[1]
+        return made[0]
+
+    return run
 
 
 class _Pickler(pickle.Pickler):

@@ -48,12 +48,17 @@ def need_package(name: str) -> None:
         pytest.skip(f"{name} is not there: make fetch")
 
 
-def import_package(name: str) -> None:
-    """Let transformers and PEFT find a package in this process; one that is installed goes first."""
-    folder, module = _CACHE / name, name.replace("-", "_")
-    if folder.is_dir():
-        sys.path.append(str(folder))
+def put_on_path(name: str) -> None:
+    """Let this process import a package; one that is installed goes first."""
+    if (_CACHE / name).is_dir() and str(_CACHE / name) not in sys.path:
+        sys.path.append(str(_CACHE / name))
     importlib.invalidate_caches()
+
+
+def import_package(name: str) -> None:
+    """Let transformers and PEFT find a package in this process."""
+    put_on_path(name)
+    module = name.replace("-", "_")
     import peft.import_utils
     from transformers.utils import import_utils
 

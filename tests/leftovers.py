@@ -1,9 +1,4 @@
-"""What the body of a test may leave behind in its process, put back before the next body runs there.
-
-Without it a rank could not be used twice: process groups of MPUs that nobody destroyed, random generators, the default
-dtype and device, the environment, hooks for exceptions, levels and handlers of loggers, functions of autopar that a
-body has replaced. What cannot be put back (the world's own process group) is an error of the test that took it.
-"""
+"""What the body of a test may leave behind in its process, put back before the next body runs there."""
 
 import ctypes
 import gc
@@ -12,6 +7,7 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -24,11 +20,23 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
 
 from autopar.distributed import gloo_collectives
+from autopar.features.generation import batching_turns
 from autopar.features.host_transport import transport as host_transport
 from autopar.guards import step as process_hooks
 
 _LOGGERS = ("autopar", "torch", "transformers")
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, type)
+_STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+    (numpy.random.get_state, numpy.random.set_state),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (os.getcwd, os.chdir),
+)
 
 
 class Settings:
@@ -38,15 +46,9 @@ class Settings:
         gloo_collectives._POLL = 0.0  # several worlds share the cores
         host_transport._SPIN_ON_OWN_CORE = host_transport._SPIN
         gc.collect()
-        gc.freeze()  # modules and caches of before the first body: no later collection need go through them
-        self.world = dist.group.WORLD
-        self.torch_state = torch.get_rng_state()
-        self.python_state = random.getstate()
-        self.numpy_state = numpy.random.get_state()
-        self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()
-        self.threads, self.precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-        self.deterministic = torch.are_deterministic_algorithms_enabled()
-        self.environment, self.folder, self.path = dict(os.environ), os.getcwd(), list(sys.path)
+        gc.freeze()  # later collections skip the modules and caches of before the first body
+        self.world, self.states = dist.group.WORLD, [read() for read, _ in _STATES]
+        self.device, self.environment, self.path = torch.get_default_device(), dict(os.environ), list(sys.path)
         self.hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
         self.loggers = _loggers()
         self.functions = [
@@ -57,50 +59,35 @@ class Settings:
         ]
 
     def restore(self) -> None:
-        """Put all of it back, drop what the body left, and meet the other ranks.
-
-        Raises:
-            AssertionError: if the world of the process is not the one of before, or the ranks are not in step.
-        """
+        """Put all of it back, drop what the body left, and meet the other ranks."""
         assert dist.is_initialized() and dist.group.WORLD is self.world, (
             "the test has destroyed the process group of its world: it cannot share its ranks, use @distributed"
         )
         if counters:
             torch._dynamo.reset()  # graphs keep their models
             counters.clear()
-        gc.collect()  # models, and whoever listens to the hooks of the process as long as they live
+        gc.collect()  # models, and listeners to the hooks of the process
         process_hooks._listeners.clear()  # also of a model that a cache of another library still holds
-        torch.set_rng_state(self.torch_state)
-        random.setstate(self.python_state)
-        numpy.random.set_state(self.numpy_state)
-        torch.set_default_dtype(self.dtype)
+        for (_, write), value in zip(_STATES, self.states, strict=True):
+            write(value)
         if torch.get_default_device() != self.device:
             torch.set_default_device(self.device)
-        torch.set_num_threads(self.threads)
-        torch.set_float32_matmul_precision(self.precision)
-        torch.use_deterministic_algorithms(self.deterministic)
-        torch.set_grad_enabled(True)
         torch.set_autocast_enabled("cpu", False)
-        if os.environ != self.environment:
-            os.environ.clear()
-            os.environ.update(self.environment)
-        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environment)
         sys.path[:] = self.path
         sys.excepthook, sys.unraisablehook, threading.excepthook = self.hooks
         transformers.utils.logging.warning_once.cache_clear()
         for holder, name, value in self.functions:
             if vars(holder).get(name) is not value:
                 setattr(holder, name, value)
-        for name, (level, handlers, disabled) in self.loggers.items():
+        for name in _loggers():
             logger = logging.getLogger(name)
-            if logger.level != level:  # each setLevel empties the caches of all loggers, which are some hundreds
+            level, handlers, disabled = self.loggers.get(name, (logging.NOTSET, [], False))
+            if logger.level != level:  # each setLevel empties the caches of some hundred loggers
                 logger.setLevel(level)
             logger.handlers[:], logger.disabled = handlers, disabled
-        for name in _loggers().keys() - self.loggers.keys():
-            logging.getLogger(name).handlers.clear()
-            if logging.getLogger(name).level != logging.NOTSET:
-                logging.getLogger(name).setLevel(logging.NOTSET)
-        _trim()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # ranks wait long, with the largest model they have had
         _destroy_groups()
 
 
@@ -122,11 +109,9 @@ def _namespaces() -> list[Any]:
 
 
 def _destroy_groups() -> None:
-    """Destroy all process groups but the world's; from here on all ranks number new groups alike."""
+    """Destroy all process groups except the world's; then all ranks number new groups alike."""
     state = dist.distributed_c10d._world
-    batching = sys.modules.get("autopar.features.generation.batching_turns")
-    if batching is not None:
-        vars(batching)["_groups"].clear()
+    batching_turns._groups.clear()
     for group in list(state.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -134,8 +119,3 @@ def _destroy_groups() -> None:
     number = torch.tensor(state.group_count)
     dist.all_reduce(number, dist.ReduceOp.MAX)  # a rank that is still in a collective of the body shows here
     state.group_count = int(number)
-
-
-def _trim() -> None:
-    """Give memory that is free back to the system: ranks wait for long, with the largest model they have had."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)

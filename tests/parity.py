@@ -1,8 +1,4 @@
-"""The oracle: a parallelized model against the plain one, built from the same seed inside the same rank.
-
-``check(build, batches, tp)`` compares logits, loss, every gradient after two micro-batches, the weights after an
-optimizer step, and the whole weights that come back. No golden files.
-"""
+"""The oracle: a parallelized model against the plain one, built from the same seed inside the same rank."""
 
 import copy
 import math
@@ -128,13 +124,7 @@ def check(
     step: bool = True,
     too: Sequence[Callable[[Callable[[], nn.Module]], nn.Module | None]] = (),
 ) -> nn.Module:
-    """Compare everything; returns the parallelized model after the step. ``first(plain, parallel)`` runs before.
-
-    Without ``step`` it ends after the gradients: a step treats each element by itself.
-
-    Args:
-        too: each makes of a copy of the plain model another parallelized one, whose outputs and gradients are compared.
-    """
+    """Compare everything; returns the parallelized model after the step. ``first(plain, parallel)`` runs before."""
     make_optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3))
     plain = build().train()
     parallel = copy.deepcopy(plain)

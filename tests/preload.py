@@ -1,10 +1,4 @@
-"""Imported once by the fork server, so that every rank of every world starts with it.
-
-``torch._dynamo`` and what it needs are imported by the first optimizer of a process, transformers compiles 900 regular
-expressions for the first model that is planned, and torch looks up each of its operators on the meta device once. Here
-that is paid once. ``gc.freeze`` leaves all of it out of the ranks' garbage collections, which would copy its pages.
-Gradients of layers as small as those of the tests are overlapped too.
-"""
+"""Imported once by the fork server, so that every rank of every world starts with it."""
 
 import gc
 import importlib
@@ -13,22 +7,19 @@ import pkgutil
 from transformers import AutoConfig, BertForMaskedLM, GenerationMixin, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
 
 import autopar
+import tests.leftovers
+import tests.rehearsals  # noqa: F401
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.tensor_parallel import regions
 from tests.small import gpt2
 
-
-def _plan_once() -> None:
-    model = gpt2()
-    assert check_plan(model, "", make_plan(model, find_policy(model), 2))
-
-
 for module in pkgutil.walk_packages(autopar.__path__, "autopar."):
     if not module.name.endswith("__main__"):  # it would run the command line, and end the server
         importlib.import_module(module.name)
 regions._LEAST = 0
-_plan_once()
+model = gpt2()
+assert check_plan(model, "", make_plan(model, find_policy(model), 2))
 gc.collect()
 gc.freeze()

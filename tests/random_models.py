@@ -1,7 +1,4 @@
-"""Small random models of every model type that a policy lists, one per task head, and inputs for them.
-
-Sizes are odd on purpose: vocabulary 131, ffn 37, head counts that do not divide by the ranks. Dropout is zero.
-"""
+"""Small random models of every model type that a policy lists, one per task head, and inputs for them."""
 
 import functools
 import importlib
@@ -136,15 +133,18 @@ def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: in
     return model.double() if of_type(case.model_type).double else model
 
 
+def small(model_type: str, head: str, **changes: Any) -> Any:
+    """The model of a head with 6 heads and 3 KV heads; with changes of its config, which only its forward reads."""
+    model = build(Case(model_type, head), 6, 3)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    return model
+
+
 def batches(
     case: Case, config: PretrainedConfig, count: int = 2, *, seq: int = SEQ, left: bool = False
 ) -> list[dict[str, Any]]:
-    """Micro-batches with ragged padding and the labels of the head.
-
-    Args:
-        seq: length of texts that are made here; what a family's own inputs replace has its own.
-        left: padding in front of the words, not behind them.
-    """
+    """Micro-batches with ragged padding and the labels of the head."""
     draw = _Draw(torch.Generator().manual_seed(1))
     result = []
     for _ in range(count):

@@ -1,9 +1,4 @@
-"""Dry runs that this process has made before, for the ranks of the pool: their tests begin with the same few models.
-
-A dry run depends on a model's modules, sizes, config and plan, and on nothing else: it is made once for each. What a
-test has changed of a module (a forward, hooks, functions among its attributes) makes it another model, or has its dry
-run made every time. Errors are not remembered.
-"""
+"""Dry runs that this process has made before, for the ranks of the pool: their tests begin with the same few models."""
 
 import copy
 import functools

@@ -1,49 +1,19 @@
-"""Which model types and policies stand for others where real ranks are needed.
-
-``make test`` compares :data:`IN_EVERY_RUN` with the plain model. ``make test-all`` compares all :data:`REPRESENTATIVES`
-and one policy of each structure, in turns on two tensor-parallel ranks and in two stages. ``make sweep`` compares every
-model type in both. A changed policy is tried in each of them.
-"""
+"""Which model types and policies stand for others where real ranks are needed."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from autopar.policy.load import own_policies
 from autopar.policy.schema import Rule, Tower
 from tests.changed import touched_policies
 
-REPRESENTATIVES = {
-    "gpt2": "fused q, k, v in Conv1D layers, whose weights are transposed; tied head",
-    "llama": "rotary embeddings, fewer KV heads, gated MLP",
-    "phi3": "q, k, v of different widths fused in one Linear; gate and up fused",
-    "qwen3": "a norm over each head",
-    "falcon": "one KV head for all, fused with the queries; attention and MLP side by side",
-    "bloom": "q, k, v fused head by head; ALiBi slopes by head",
-    "bert": "an encoder with biases; the head's transform and decoder",
-    "deberta-v2": "attention by relative positions, with projections that layers use twice",
-    "t5": "encoder and decoder; a bias by head in the first layer, for all layers",
-    "bart": "encoder and decoder with learned positions and cross-attention",
-    "mixtral": "experts stacked in one tensor",
-    "deepseek_v3": "latent attention, routed and shared experts",
-    "llama4_text": "layers of several kinds; experts beside a shared one",
-    "mamba2": "a state-space mixer with several parts in one projection",
-    "zamba2": "state-space layers and one attention block that layers share",
-    "rwkv": "linear attention, recurrent",
-    "gemma2": "soft caps, norms after each part",
-    "vit": "images: a convolution makes the patches",
-    "swin": "windows of attention, widths that grow",
-    "chinese_clip": "CLIP: towers for images and text, and projections into one space",
-    "llava": "a vision tower, a projector and a language model, each by its own policy",
-    "mllama": "cross-attention layers for images between those for text",
-    "qwen2_vl": "a vision tower with one fused q, k, v and rotary embeddings of its own",
-    "whisper": "audio through convolutions; generate of an encoder and decoder",
-    "wav2vec2": "audio with a convolution over positions",
-    "encoder-decoder": "two models with policies of their own",
-}
-"""Model type -> what it stands for."""
+REPRESENTATIVES: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+"""Model type -> what it stands for; ``make test-all`` compares them with the reference model."""
 
 IN_EVERY_RUN = (
     *("gpt2", "llama", "phi3", "qwen3", "falcon", "bert", "deberta-v2", "t5", "mixtral", "deepseek_v3", "mamba2"),

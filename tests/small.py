@@ -44,6 +44,11 @@ def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return randomise(LlamaForCausalLM(LlamaConfig(**{**settings, **changes})))
 
 
+def grouped() -> LlamaForCausalLM:
+    """A llama with one KV head for eight query heads, and a tied head."""
+    return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True)
+
+
 def parallel(model: Any, tp: int, **config: Any) -> Any:
     """``autopar.initialize`` with a tensor-parallel size."""
     import autopar

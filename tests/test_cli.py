@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import click
@@ -16,6 +14,7 @@ from autopar.checkpoint.format import Manifest
 from autopar.cli import app
 from autopar.cli.checkpoints import in_words
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
+from tests.scripts import python
 
 
 @pytest.fixture
@@ -31,14 +30,14 @@ def run(*arguments: object):
 
 @pytest.mark.tier("all")
 def test_merge_in_a_process_of_its_own(ckpt, tmp_path):
-    command = [sys.executable, "-m", "autopar", "merge", str(ckpt), str(tmp_path / "merged")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ("-m", "autopar", "merge", ckpt, tmp_path / "merged")
+    done = python(*command)
     assert done.returncode == 0, done.stderr
     plain = saved_state(save_alone(tmp_path / "again", 1))
     assert load_file(tmp_path / "merged" / "model.safetensors").keys() == plain.keys()
     assert f"merged {len(plain)} tensors" in done.stdout
     assert done.stderr == "", "no progress bar where there is no terminal"
-    result = run(*command[3:])
+    result = run(*command[2:])
     assert result.exit_code == 1 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "--force" in result.stderr
 
@@ -74,14 +73,20 @@ def test_merge_options(ckpt, tmp_path):
         (["merge", "ckpt", "ckpt", "--force"], "error: cannot merge ckpt into"),
         (["inspect", "nowhere"], "error: nowhere does not exist."),
         (["inspect", "."], "error: . is not a checkpoint"),
+        (["check", "nowhere"], "error: nowhere does not exist."),
+        (["policy", "check", "nowhere.yaml"], "error: policy file 'nowhere.yaml' does not exist"),
     ],
 )
-def test_errors_are_one_line_without_traceback(ckpt, monkeypatch, arguments, message):
+def test_errors_are_one_line_or_json_without_traceback(ckpt, monkeypatch, arguments, message):
     monkeypatch.chdir(ckpt.parent)
     result = run(*arguments)
     assert result.exit_code == 1
     assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
     assert result.stdout == ""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 1 and result.stderr == ""
+    error = json.loads(result.stdout)["error"]
+    assert error["type"].endswith("Error") and f"error: {error['message']}".startswith(message)
     assert os.listdir(ckpt.parent) == ["ckpt"]
 
 
@@ -120,23 +125,6 @@ def test_version_and_completion():
     assert "--show-completion" in run("--help").stdout
     shell = CliRunner().invoke(app, prog_name="autopar", env={"_AUTOPAR_COMPLETE": "source_bash"})
     assert "complete" in shell.stdout and "_AUTOPAR_COMPLETE" in shell.stdout
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["merge", "nowhere", "merged", "--json"],
-        ["check", "nowhere", "--json"],
-        ["inspect", "nowhere", "--json"],
-        ["policy", "check", "nowhere.yaml", "--json"],
-    ],
-)
-def test_errors_as_json(tmp_path, monkeypatch, arguments):
-    monkeypatch.chdir(tmp_path)
-    result = run(*arguments)
-    assert result.exit_code == 1 and result.stderr == ""
-    error = json.loads(result.stdout)["error"]
-    assert error["type"].endswith("Error") and "nowhere" in error["message"]
 
 
 def _commands() -> dict[str, click.Command]:

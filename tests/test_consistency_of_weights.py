@@ -34,6 +34,7 @@ def test_a_rank_that_skips_a_step_is_named_on_the_next_forward():
         "optimizer steps so far: rank 0: 4, rank 1: 3",
         "weight transformer.",
         "skipped an optimizer step",
+        "other settings",
     ):
         _train(model, 3, skip=1)
 
@@ -84,21 +85,6 @@ def test_dropout_and_fifty_steps_raise_no_false_alarm():
             with torch.no_grad():
                 model.eval()(**batches[0])
             model.train()
-
-
-@pooled(world_size=2)
-def test_clipping_by_a_norm_of_this_ranks_shards_is_noticed_on_the_next_forward():
-    """It scales each rank by another factor, so that replicated weights drift apart."""
-    model = parallel(gpt2(), 2).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with raises_everywhere(ConsistencyError, "have drifted apart", "weight transformer.", "other settings"):
-        for batch in language_batches(131, count=3):
-            model(**batch).loss.backward()
-            norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-            for parameter in model.parameters():
-                parameter.grad.mul_(1e-3 / norm)
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @pytest.mark.tier("test")

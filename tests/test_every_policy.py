@@ -1,11 +1,4 @@
-"""Every policy file, by itself: each model type, each task head, small and random, against the plain model.
-
-What needs no ranks (plans at several sizes, shards put together again, a rehearsal) runs for the representatives of
-tests/representatives.py and for changed policies in ``make check``, for all model types in ``make test-all``. On two
-ranks ``make test`` compares the main heads of representatives, ``make test-all`` policies of every other structure, and
-``make sweep`` all heads of all model types; on four it takes one policy of each structure. The cases of a model type
-share one world; a failure names its case. That each single rule matters is in tests/policy/test_every_rule.py.
-"""
+"""Every policy file, by itself: each model type, each task head, small and random, against the plain model."""
 
 import copy
 import functools
@@ -34,7 +27,6 @@ from autopar.policy.files import policy_files, policy_folder
 from autopar.policy.load import load_policies, own_policies
 from autopar.policy.match import find_policy, supported_model_types
 from autopar.policy.schema import SUPPORTED
-from tests.once import by_rank_0
 from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
@@ -47,6 +39,7 @@ from tests.refused_types import (
     ROWS_ON_FOUR,
 )
 from tests.representatives import IN_EVERY_RUN, REPRESENTATIVES, every_fourth, first_types, one_of_each_structure
+from tests.worlds import by_rank_0
 
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
@@ -98,14 +91,7 @@ def _run(
     merges: bool = False,
     once: bool = False,
 ) -> None:
-    """Check each case; the first failure names its case on every rank.
-
-    Args:
-        thorough: two micro-batches, whose gradients add up, and a step; else one micro-batch.
-        rows: with sequence parallelism too, where the rehearsal does not refuse it.
-        merges: a merged checkpoint, too.
-        once: rank 0 rehearses rows for all ranks. The representatives' do it themselves, and agree.
-    """
+    """Check each case; the first failure names its case on every rank."""
     transformers.logging.set_verbosity_error()
     autopar.dry_run.plan_model.check_plan = lambda *_: True  # the tests of rehearsals have it, without a world
     if once:
@@ -197,9 +183,6 @@ def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -
     assert torch.equal(*tokens), f"generated {tokens[1].tolist()}, the plain model {tokens[0].tolist()}"
 
 
-# -- without ranks: all model types -------------------------------------------------------------------------------
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize("model_type", first_types(REPRESENTATIVES, WHOLE, later="all"))
 def test_the_main_head_is_planned_and_rehearsed(model_type: str) -> None:
@@ -215,7 +198,6 @@ def test_the_main_head_is_planned_and_rehearsed(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", first_types((), WHOLE, later="sweep"))
 def test_every_head_is_rehearsed(model_type: str) -> None:
-    """Heads that only classify share all but a replicated layer with the others; the main head's has its own test."""
     main = _main(model_type)[:1]
     for case in [case for case in cases(model_type) if case not in main]:
         if case.variant or kind(case.head) in ("seq2seq", "causal", "masked", "base"):
@@ -246,9 +228,6 @@ def _comes_back(model: nn.Module, tp: int) -> None:
             assert torch.equal(tensor.layout.unshard(shards), state[name]), f"{name} over {tp} ranks"
 
 
-# -- over ranks: some of them -------------------------------------------------------------------------------------
-
-
 @pytest.mark.every_case
 @pytest.mark.tier("test", only=IN_EVERY_RUN)
 @pytest.mark.parametrize("model_type", REPRESENTATIVES)
@@ -261,9 +240,6 @@ def test_a_representative_on_two(model_type: str) -> None:
 def test_one_of_each_family_on_three() -> None:
     for model_type in ("gpt2", "llama", "phi3", "qwen3", "bert", "distilbert", "mixtral", "t5", "bart", "mamba2"):
         _run(_main(model_type)[:1], 3)
-
-
-# -- over ranks: all of them --------------------------------------------------------------------------------------
 
 
 @pytest.mark.every_case
@@ -296,8 +272,6 @@ def test_one_of_each_structure_on_four(name: str) -> None:
     case = _of_policy(name, _main(first))[:1]
     _run(case, 4, heads, kv_heads, thorough=False, rows=first in ROWS_ON_FOUR, once=True)
 
-
-# -- sizes --------------------------------------------------------------------------------------------------------
 
 LLAMA, QWEN3, PHI3 = (
     Case("llama", "LlamaForCausalLM"),
@@ -341,9 +315,6 @@ def test_the_page_says_how_many_model_types_run_over_a_context_axis() -> None:
     assert set(WHOLE) >= refused and len(run) >= 150
     numbers = f"{len(WHOLE) - len(refused)} of the {len(WHOLE)} model types run, {len(run)} of the {len(causal)} causal"
     assert numbers in " ".join(page.split()), numbers
-
-
-# -- nothing is left out ------------------------------------------------------------------------------------------
 
 
 def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() -> None:

@@ -1,34 +1,27 @@
-"""Who is still there: processes that are gone, what ranks publish, and how long collectives wait."""
+"""Processes that are gone, what ranks publish, and how long collectives and ranks wait."""
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import autopar
 from autopar.distributed import failures
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import Process
 from autopar.errors import PipelineError
 from tests.pool import pooled
-from tests.timeouts import TIMEOUT, say, wait_for
+from tests.small import gpt2
+from tests.timeouts import TIMEOUT, hurry, say, wait_for
 from tests.worlds import distributed
-
-
-@contextlib.contextmanager
-def _grace(seconds: float) -> Iterator[None]:
-    """Let this rank give others this long to say why they failed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(failures, "GRACE", seconds)
-        yield
 
 
 def test_this_process_is_alive():
@@ -73,9 +66,8 @@ def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
     assert logs[0].read(other)[:2] == (f"rank {other} has no disk\nand no hope", False)
     assert logs[1].read(other)[:2] == ("", False)  # of another model
     assert logs[0].describe([0, 1]) == f"  rank {other} said: rank {other} has no disk\n    and no hope"
-    with pytest.MonkeyPatch.context() as patch:
-        later = time.time() + 90
-        patch.setattr(time, "time", lambda: later)
+    later = time.time() + 90
+    with patch.object(time, "time", lambda: later):
         said = logs[0].describe([0, 1])
     assert re.fullmatch(rf"  rank {other} said (89|9\d) s ago: rank {other} has no disk\n    and no hope", said)
     dist.barrier()
@@ -84,7 +76,7 @@ def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
     assert logs[0].read(other)[:2] == ("", False)
     start = time.monotonic()
     expected = f"  rank {other} said nothing: hanging, late, or ended on another machine."
-    with _grace(1.0):
+    with patch.object(failures, "GRACE", 1.0):
         assert logs[0].describe([other]) == expected
     assert 1.0 <= time.monotonic() - start < 2.0
     dist.barrier()
@@ -130,12 +122,12 @@ def test_who_is_asking_itself_is_given_time_to_finish() -> None:
     else:
         dist.barrier()
         if rank == 0:
-            with _grace(1.0):
+            with patch.object(failures, "GRACE", 1.0):
                 assert log.describe([1]) == "  rank 1 said: rank 2 hangs"
             log.publish("nor this", pending=True)
     dist.barrier()
     if rank == 1:
-        with _grace(1.0):
+        with patch.object(failures, "GRACE", 1.0):
             assert log.describe([0, 2]) == "  rank 2 said nothing: hanging, late, or ended on another machine."
     dist.barrier()
 
@@ -163,7 +155,7 @@ def test_errors_of_the_users_own_pass_and_are_said() -> None:
     with pytest.raises(RuntimeError, match="gloo/transport"), log.blame("it", [dist.get_rank()]):  # no collective
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     with (
-        _grace(0.2),
+        patch.object(failures, "GRACE", 0.2),
         pytest.raises(PipelineError, match=r"it failed: one of the ranks \[0, 1\]"),
         log.blame("it", mpu.tp.ranks),
     ):
@@ -187,3 +179,47 @@ def test_a_store_that_does_not_answer_is_asked_once() -> None:
     log.publish("nobody hears it")
     log.clear()
     assert time.monotonic() - start < 2
+
+
+@distributed(world_size=2)  # a time-out breaks the connections of the world
+def test_a_replica_evaluates_while_another_averages() -> None:
+    model = autopar.initialize(gpt2(), {})
+    ids, rank = torch.arange(6)[None], dist.get_rank()
+    for step in range(2):
+        model(ids + 6 * rank, labels=ids).loss.backward()
+        if step == 0:
+            autopar.average_gradients(model)
+            hurry(model)
+    own = ["averaging the gradients over the data-parallel replicas", "gather_for_metrics"]
+    start = time.monotonic()
+    with patch.object(failures, "GRACE", 1.0), pytest.raises(PipelineError) as error:
+        if rank == 0:
+            autopar.average_gradients(model)
+        else:
+            autopar.gather_for_metrics([torch.ones(1)], mpu=model.mpu)
+    assert time.monotonic() - start < TIMEOUT + 6
+    say("told")
+    wait_for("told", [0, 1])
+    first, other, *_ = str(error.value).splitlines()
+    assert first == f"{own[rank]} failed: one of the ranks [0, 1] ended, failed or hangs."
+    told = [None, None]
+    dist.all_gather_object(told, other, group=dist.new_group(backend="gloo"))
+    assert any(re.match(rf"  rank \d said.*{name}", line) for name in own for line in told if line), told
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@distributed(world_size=2)
+def test_a_forward_of_one_rank_alone(transport: str) -> None:
+    model = autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": 2, "cpu_transport": transport}})
+    ids, rank = torch.arange(6)[None], dist.get_rank()
+    model(ids)
+    hurry(model)
+    if rank == 0:
+        start = time.monotonic()
+        words = r"comparing the inputs of the forward failed: one of"
+        with patch.object(failures, "GRACE", 1.0), pytest.raises(PipelineError, match=words):
+            model(ids)
+        assert time.monotonic() - start < TIMEOUT + 4
+        say("waited")
+    else:
+        wait_for("waited", [0])

@@ -1,9 +1,9 @@
+"""Initialize: what it attaches and refuses, gives back, and how it is launched."""
+
 import copy
 import functools
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from tests.parity import check, close, language_batches, whole
 from tests.pool import pooled
+from tests.scripts import printed
 from tests.small import gpt2, llama, parallel
 
 
@@ -72,8 +73,7 @@ def test_one_process_without_torchrun_in_a_fresh_interpreter():
         "torch.nn.parallel.DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())\n"
         "print('fine')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.strip() == "fine", done.stderr
+    assert printed("-c", code) == "fine\n"
 
 
 @pytest.mark.tier("test")
@@ -82,8 +82,7 @@ def test_import_does_not_import_models():
         "import sys, autopar\n"
         "print([m for m in sys.modules if m.startswith('transformers.models.') and 'modeling' in m])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert printed("-c", code) == "[]\n"
 
 
 @pooled(world_size=2)
@@ -310,3 +309,37 @@ def test_initialize_on_the_meta_device():
     parallel(model, 2)
     assert model.model.layers[0].mlp.down_proj.weight.shape == (64, 64)
     assert model.model.layers[0].mlp.down_proj.weight.is_meta
+
+
+LAUNCHED = """
+import torch
+import torch.distributed as dist
+import autopar
+from tests.parity import language_batches
+from tests.small import gpt2
+
+torch.set_num_threads(1)
+plain = gpt2().train()
+model = autopar.initialize(gpt2().train(), {"model_parallelism": {"tensor_parallel_size": 2}})
+for one in (plain, model):
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    for batch in language_batches(131):
+        loss = one(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    one.loss_value = loss.item()
+assert abs(model.loss_value - plain.loss_value) < 1e-5
+print(f"rank {model.mpu.rank} of {model.mpu.world_size} is right", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.tier("all")
+def test_accelerate_launch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(LAUNCHED)
+    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+    said = printed(*launch, "--mixed_precision", "no", "--main_process_port", "0", tmp_path / "train.py")
+    assert all(f"rank {rank} of 2 is right" in said for rank in range(2)), said

@@ -1,15 +1,14 @@
 """Budgets of the tree: lines of packages, and modules that a call loads. Which imports which: make lint."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import printed
 
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
@@ -69,11 +68,7 @@ print(*(name for name in sys.modules if name.startswith("autopar.")))
 
 
 def test_initialize_loads_neither_tools_nor_integrations(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
-    command = [sys.executable, "-c", _INITIALIZE]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    loaded = done.stdout.split()
+    loaded = printed("-c", _INITIALIZE, folder=tmp_path).split()
     above = [name for name in loaded if name.split(".")[1] in ("tools", "integrations", "cli")]
     assert above == ["autopar.tools"]  # its entries in the registry
     assert len(loaded) <= LOADED, len(loaded)
@@ -89,10 +84,7 @@ try:
 finally:
     assert not {{"torch", "transformers", "numpy"}} & set(sys.modules), sorted(sys.modules)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout
+    assert printed("-c", script)
 
 
 def test_no_file_is_long_and_none_is_called_utils():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig
 from typer.testing import CliRunner
 
@@ -19,23 +20,8 @@ from tests.own_modules import GPT_POLICY
 from tests.small import gpt2, llama
 from tests.worlds import distributed
 
-POLICY = """match: {model_type: [gpt2]}
-units: {heads: num_attention_heads, ffn: inferred}
-prefix: {wte: replicated, wpe: replicated}
-blocks:
-  path: h
-  modules:
-    ln_1: replicated
-    attn.c_attn: {column: [heads, heads, heads]}
-    attn.c_proj: {row: heads}
-    ln_2: replicated
-    mlp.c_fc: {column: ffn}
-    mlp.c_proj: {row: ffn}
-  attributes:
-    attn.split_size: heads
-suffix: {ln_f: replicated}
-head: {lm_head?: replicated}
-"""
+DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("policy_command.yaml").read_text())
+POLICY = DATA["policy"]
 
 
 def run(*arguments: object) -> Any:
@@ -49,12 +35,10 @@ def fails(*arguments: object) -> Any:
 
 
 def of(result: Any) -> Any:
-    """The JSON that a command printed."""
     return json.loads(result.stdout)
 
 
 def line_of(path: str) -> int:
-    """Where the policy of GPT-2 has an entry."""
     lines = (policy_folder() / "gpt2.yaml").read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(f"{path}:"))
 
@@ -183,19 +167,9 @@ def test_a_policy_of_the_user(tmp_path: Path, folder: Path) -> None:
     assert run("check", file).stdout.startswith("GPT2LMHeadModel: 124,439,808 parameters"), "the type in its match"
 
 
-MISTAKES = {
-    "no rule covers 6 parameters of GPT2LMHeadModel": ("    ln_1: replicated\n", ""),
-    "GPT2Block has no module 'ln_3'. Did you mean 'ln_2'?": ("ln_2:", "ln_3:"),
-    "the shard of one of 2 ranks fails in transformer.h.0.attn": ("    attn.split_size: heads\n", ""),
-    "mlp.c_proj closes a region": ("{column: ffn}", "replicated"),
-    "no value": ("path: h", "path:"),
-}
-
-
-@pytest.mark.parametrize("error", MISTAKES)
-def test_mistakes_are_told_with_their_line(error: str, tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize(("old", "new", "error"), DATA["mistakes"])
+def test_mistakes_are_told_with_their_line(old: str, new: str, error: str, tmp_path: Path, folder: Path) -> None:
     file = tmp_path / "mine.yaml"
-    old, new = MISTAKES[error]
     assert old in POLICY
     file.write_text(POLICY.replace(old, new).replace("attributes:\nsuffix", "attributes: {}\nsuffix"))
     result = fails("check", file, "--model", folder)
@@ -210,29 +184,8 @@ def test_sizes_that_do_not_fit(folder: Path) -> None:
     assert "dry run: ok" in result.stdout and "stages: fails" in result.stdout
 
 
-CODE = """
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
-
-class Renamed(GPT2LMHeadModel):
-    def __init__(self, config):
-        config.model_type = "renamed"
-        super().__init__(config)
-
-class Fails(nn.Module):
-    def __init__(self):
-        raise RuntimeError("out of luck")
-
-def small(layers=2):
-    return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=36, n_head=9, vocab_size=131))
-
-def takes(layers):
-    ...
-"""
-
-
 def test_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "some_code.py").write_text(CODE)
+    (tmp_path / "some_code.py").write_text(DATA["code"])
     monkeypatch.chdir(tmp_path)
     assert of(run("check", "some_code.py:small", "--json"))["holds"]
     assert of(run("check", "some_code:small", "--json"))["holds"], "a module that can be imported from here"
@@ -259,21 +212,7 @@ def test_a_module_that_is_no_hugging_face_model(tmp_path: Path, monkeypatch: pyt
     assert "has no 'match', so --model is required" in fails("check", "mine.yaml").stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["nowhere"], "'nowhere' is not a folder with a config.json or a model type of transformers"),
-        (["gpt22"], "Did you mean 'gpt2'?"),
-        (["nowhere.py:Mine"], "nowhere.py does not exist"),
-        (["nowhere:Mine"], "nowhere cannot be imported: No module named 'nowhere'"),
-        (["nowhere.yaml"], "policy file 'nowhere.yaml' does not exist"),
-        (["gpt2", "--sequence-parallel", "--tp", "1"], "--sequence-parallel needs --tp of at least 2, not 1"),
-        (["gpt2", "--sequence-parallel", "--cp", "2"], "--sequence-parallel and --cp 2 shard the same sequences"),
-        (["gpt2", "--model", "llama"], "'gpt2' is not a policy file (.yaml)"),
-        (["broken"], "broken/config.json cannot be read"),
-        (["unknown"], "unknown/config.json says model_type='my_model', which is not a model type of"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "told"), DATA["not_models"])
 def test_what_is_no_model(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in {"broken": "{", "unknown": '{"model_type": "my_model"}'}.items():

@@ -1,10 +1,12 @@
-"""The ranks of the pool: no body sees what another one has left behind, and no failure reaches the next body."""
+"""Ranks of the pool: no body sees what another one left, no failure reaches the next; remembered dry runs."""
 
 import logging
 import os
 import random
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -14,10 +16,13 @@ import torch.distributed as dist
 import autopar.dry_run.plan_model
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.plan.make_plan import make_plan
+from autopar.policy.match import find_policy
 from tests import worlds
-from tests.once import by_rank_0
 from tests.pool import pooled
-from tests.worlds import raises_everywhere
+from tests.rehearsals import _of_plan, _once
+from tests.small import gpt2
+from tests.worlds import by_rank_0, raises_everywhere
 
 
 @pooled(world_size=2)
@@ -133,3 +138,31 @@ def test_ranks_are_refused_to_a_test_for_one_process(monkeypatch: pytest.MonkeyP
     for start in (test_a_step_of_one_rank_is_that_of_all, lambda: worlds.spawn("os", "getpid", 2)):
         with pytest.raises(AssertionError, match=r'starts ranks is in make check: mark it, @pytest.mark.tier\("all"\)'):
             start()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "wider": lambda m: setattr(m.config, "n_inner", 38),
+    "in half": lambda m: m.half(),
+    "with a forward": lambda m: setattr(m.transformer, "forward", lambda *args, **kwargs: None),
+    "with a hook": lambda m: m.transformer.register_forward_hook(lambda *_: None),
+    "with a scale": lambda m: setattr(m.transformer.h[1].attn, "scaling", 0.25),
+    "untied": lambda m: setattr(m.lm_head, "weight", torch.nn.Parameter(m.lm_head.weight.detach().clone())),
+    "frozen": lambda m: m.transformer.wpe.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_model_has_a_dry_run_of_its_own(change: str) -> None:
+    made = []
+    run = _once(lambda *args: made.append(args), _of_plan)
+    for _ in range(2):
+        model = gpt2()
+        run(model, "", make_plan(model, find_policy(model), 2))
+    assert len(made) == 1
+    run(model, "", make_plan(model, find_policy(model), 3))
+    assert len(made) == 2
+    model = gpt2()
+    plan = make_plan(model, find_policy(model), 2)
+    CHANGES[change](model)
+    run(model, "", plan)
+    assert len(made) == 3

@@ -1,4 +1,4 @@
-"""What recomputed blocks keep of their forward: gradients bit for bit, and what is computed and sent again."""
+"""Recomputed blocks: gradients bit for bit, what is computed and sent again, selective checkpointing."""
 
 import collections
 import copy
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import LlamaForCausalLM
 
 import autopar
@@ -19,7 +20,7 @@ from autopar.config import ParallelConfig
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.features.activation_checkpointing import setup as activation_checkpoint
 from autopar.features.activation_checkpointing.setup import Tape
-from tests.parity import all_close
+from tests.parity import all_close, language_batches, whole
 from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
@@ -268,3 +269,35 @@ def test_words_that_are_not_known() -> None:
             ParallelConfig.parse({"activation_checkpointing": yaml.safe_load(section)})
     with pytest.raises(ConfigError, match=r"save=\['attention'\] is not supported with compile"):
         ParallelConfig.parse({"activation_checkpointing": {"save": ["attention"]}, "compile": {"enable": True}})
+
+
+_BUILD = {"llama": llama, "gpt2": gpt2}
+_SAVED = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.embedding.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.tier("test", only=("llama-plain",))
+@pytest.mark.parametrize("how", ["plain", "sequence_parallel", "process_group"])
+@pytest.mark.parametrize("kind", list(_BUILD))
+@pooled(world_size=2)
+def test_gradients_with_a_selective_policy_are_those_of_the_plain_model(kind: str, how: str) -> None:
+    plain, batches = _BUILD[kind](), language_batches(131)
+    sizes: dict[str, Any] = {"tensor_parallel_size": 2, "sequence_parallel": how == "sequence_parallel"}
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
+    if how == "process_group":  # whose all-reduce overlaps with the gradient of a weight
+        model.mpu.tp.transport = None
+    context = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for each in (plain, model):
+        each.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+        for batch in batches:
+            each.train()(**batch).loss.backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    all_close(whole(model, lambda parameter: parameter.grad), expected, "gradient of {}")

@@ -51,7 +51,6 @@ def test_features_that_a_configuration_does_not_ask_for_add_no_steps() -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Feature]]:
-    """The installed features, as a list to be changed."""
     found = list(registry.features())
     monkeypatch.setattr(registry, "features", lambda: tuple(found))
     yield found

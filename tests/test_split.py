@@ -5,18 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
@@ -24,21 +13,18 @@ from autopar.checkpoint.shards import check_checkpoint
 from autopar.cli import app
 from autopar.cli.split import split_checkpoint
 from autopar.errors import AutoparError
+from tests.random_models import Case, build
+from tests.small import gpt2, llama
 
-LLAMA = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 50,
-         "num_hidden_layers": 2, "vocab_size": 100, "tie_word_embeddings": True}  # fmt: skip
 MODELS = {
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=131, n_positions=64)),
-    "uneven llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
-    "mixtral": lambda: MixtralForCausalLM(
-        MixtralConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-                      num_hidden_layers=2, vocab_size=100, num_local_experts=4)
+    "gpt2": lambda: gpt2(n_embd=32, n_head=4),
+    "uneven llama": lambda: llama(
+        hidden_size=72, num_attention_heads=9, intermediate_size=50, vocab_size=100, tie_word_embeddings=True
     ),
-    "t5": lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, num_heads=4, d_ff=48, num_layers=2,
-                                                      vocab_size=100)),
-    "bert": lambda: BertForMaskedLM(BertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=48,
-                                               num_hidden_layers=2, vocab_size=101)),
-}  # fmt: skip
+    "mixtral": lambda: build(Case("mixtral", "MixtralForCausalLM"), 4, 2),
+    "t5": lambda: build(Case("t5", "T5ForConditionalGeneration"), 4, 2),
+    "bert": lambda: build(Case("bert", "BertForMaskedLM"), 4, 2),
+}
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -1,30 +1,35 @@
-"""Tiers, durations, and which policies a change touches."""
+"""Tiers, durations, the environment of the run, and which policies a change touches."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.changed import changed_files, reached
-from tests.durations import Durations, shown, speed
-from tests.tier_run import TierRun, _grown
+from tests.environment import SET, cleaned
+from tests.scripts import ROOT, python
+from tests.tier_run import TierRun, grown, read_durations, shown, speed, write_durations
 from tests.tiers import MOST, TIERS, beyond, never_met, tier_of
 
+TIER = pytest.mark.tier
+A, B = "tests/test_a.py", "tests/test_b.py"
 
-def _item(*marks: Any, ranks: int = 0, case: str | None = None, file: str = "tests/test_a.py") -> Any:
+
+def _item(*marks: Any, ranks: int = 0, case: str | None = None, file: str = A) -> Any:
     """Return what stands for a collected test."""
     function = SimpleNamespace(world_size=ranks) if ranks else SimpleNamespace()
     item = SimpleNamespace(nodeid=f"{file}::test_a" + (f"[{case}]" if case else ""), function=function)
+    item.user_properties = []
     item.iter_markers = lambda name: [each.mark for each in marks if each.mark.name == name]
     item.get_closest_marker = lambda name: next(iter(item.iter_markers(name)), None)
     if case:
         item.callspec = SimpleNamespace(id=case)
     return item
-
-
-TIER = pytest.mark.tier
 
 
 @pytest.mark.parametrize(
@@ -48,7 +53,7 @@ def test_marks_that_mean_nothing_are_errors() -> None:
     with pytest.raises(pytest.UsageError, match="test_a: no tier 'tset', there are check, test, all, sweep"):
         tier_of(_item(TIER("tset")))
     items = [_item(TIER("test", only=("x", "z")), case=case) for case in ("x", "y")]
-    assert never_met(items) == ["tests/test_a.py::test_a[z]"]
+    assert never_met(items) == [f"{A}::test_a[z]"]
 
 
 def test_cases_beyond_the_seconds_of_their_test_are_late() -> None:
@@ -60,32 +65,24 @@ def test_cases_beyond_the_seconds_of_their_test_are_late() -> None:
     assert beyond([_item(TIER("test"), ranks=2, case=each) for each in "ab"], lambda item: 2 * MOST) == set()
     kept = [_item(pytest.mark.every_case, ranks=2, case=each) for each in "ab"]
     assert beyond(kept, lambda item: 2 * MOST) == set()
-    assert beyond([_item(ranks=2), _item(ranks=2, file="tests/test_b.py")], lambda item: MOST) == set()
+    assert beyond([_item(ranks=2), _item(ranks=2, file=B)], lambda item: MOST) == set()
 
 
 def test_durations_are_means_of_cases_and_come_back(tmp_path: Path) -> None:
     file = tmp_path / "durations.json"
-    assert Durations.read(file).of("tests/test_a.py::test_a[x]", later=True) == 2.0
-    known = Durations({"tests/test_b.py::test_b": 2.0, "tests/test_a.py::test_short": 9.0})
-    measured = {
-        "tests/test_a.py::test_a[x]": 1.0,
-        "tests/test_a.py::test_a[y]": 2.0,
-        "tests/test_a.py::test_short": 0.01,
-    }
-    known.updated(measured).write(file)
-    read = Durations.read(file)
-    assert read.seconds == {"tests/test_b.py::test_b": 2.0, "tests/test_a.py::test_a": 1.5}
-    assert read.of("tests/test_a.py::test_a[z]") == 1.5 and read.of("tests/test_a.py::test_short") == 0.02
+    measured = {f"{A}::test_a[x]": 1.0, f"{A}::test_a[y]@{A}": 2.0, f"{A}::test_short": 0.01}
+    write_durations({f"{B}::test_b": 2.0, f"{A}::test_short": 9.0}, measured, file)
+    assert read_durations(file) == {f"{B}::test_b": 2.0, f"{A}::test_a": 1.5}
 
 
 def test_a_tier_that_has_grown_is_named_on_a_slow_machine_too() -> None:
     seconds = TIERS["test"].seconds / 100
-    known = Durations({f"tests/test_a.py::test_{number}": seconds for number in range(100)})
-    slow = {name: 3 * taken for name, taken in known.seconds.items()}
+    known = {f"{A}::test_{number}": seconds for number in range(100)}
+    slow = {name: 3 * taken for name, taken in known.items()}
     assert speed(slow, known) == pytest.approx(3)
-    assert not _grown(slow, dict.fromkeys(slow, "test"), known)
-    more = slow | {f"tests/test_a.py::test_new_{number}": 3 * seconds for number in range(30)}
-    (line,) = _grown(more, dict.fromkeys(more, "test"), known)
+    assert not grown(slow, dict.fromkeys(slow, "test"), known)
+    more = slow | {f"{A}::test_new_{number}": 3 * seconds for number in range(30)}
+    (line,) = grown(more, dict.fromkeys(more, "test"), known)
     taken, allowed = shown(130 * seconds), shown(TIERS["test"].seconds)
     assert line == (
         f"error: the tests of make test take {taken}, and may take {allowed} (measured at 3.0 x the seconds in "
@@ -93,21 +90,19 @@ def test_a_tier_that_has_grown_is_named_on_a_slow_machine_too() -> None:
     )
 
 
-def test_a_tier_leaves_the_later_ones_out_and_says_what_they_would_take() -> None:
+def test_a_tier_leaves_the_later_ones_out_and_begins_with_long_tests_then_with_most_ranks() -> None:
     left: list[Any] = []
-
-    def deselected(items: list[Any]) -> None:
-        left.extend(items)
-
-    options, hook = ({"--tier": "test", "--record": False}, SimpleNamespace(pytest_deselected=deselected))
-    config: Any = SimpleNamespace(getoption=options.get, hook=hook, args=[], option=SimpleNamespace(keyword=""))
-    items = [_item(), _item(ranks=2), _item(TIER("test"), ranks=4)]
-    for item in items:
-        item.user_properties, item.get_closest_marker = [], lambda name: None
+    hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))  # noqa: PLW0108 - called by name
+    options = {"--tier": "test", "--record": False}
+    config: Any = SimpleNamespace(getoption=options.get, hook=hook, args=[])
+    quick, late, ranks = _item(), _item(ranks=2), _item(TIER("test"), ranks=4)
+    long, together = _item(file=B), _item(pytest.mark.together, file=B)
+    items = [quick, late, ranks, together, long]
     run = TierRun(config)
+    run.known = {f"{B}::test_a": 20.0}
     list(run.pytest_collection_modifyitems(config, items))
-    assert [each.user_properties for each in items] == [[("tier", "test")], [("tier", "check")]], "most ranks first"
-    assert len(left) == 1 and set(run.later) == {"all"}
+    assert items == [together, long, ranks, quick] and left == [late] and set(+run.later) == {"all"}
+    assert [dict(each.user_properties)["tier"] for each in items] == ["check", "check", "test", "check"]
 
 
 def test_a_change_reaches_what_extends_it() -> None:
@@ -138,3 +133,29 @@ def test_changed_files_are_those_of_the_branch_and_of_the_working_tree(
     assert changed_files(tmp_path) == {"edited", "new"}
     monkeypatch.setenv("AUTOPAR_BASE", "HEAD")
     assert changed_files(tmp_path) == set()
+
+
+def test_pytest_refuses_to_run_without_assertions() -> None:
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", __file__)
+    done = python(*command, folder=ROOT, PYTHONOPTIMIZE="1")
+    assert done.returncode != 0
+    assert "are you using python -O?" in done.stderr
+
+
+def test_the_hooks_of_a_commit_are_the_lines_of_make_lint() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    _, _, lint = (ROOT / "Makefile").read_text().partition("\nlint: ")
+    assert len(hooks) == 8 and not [hook["entry"] for hook in hooks if f"\n\t{hook['entry']}" not in lint]
+
+
+def test_only_what_the_machine_needs_stays() -> None:
+    hostile = ("RANK", "MASTER_ADDR", "TRANSFORMERS_VERBOSITY", "HF_HOME", "TORCH_LOGS", "PYTHONWARNINGS", "COLUMNS")
+    assert not set(hostile) & cleaned(dict.fromkeys(hostile, "hostile")).keys()
+    needed = dict.fromkeys(("PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER", "UPDATE_DOCS"), "here")
+    assert cleaned(needed) == needed | SET
+
+
+def test_this_process_is_clean() -> None:
+    assert SET.items() <= os.environ.items()
+    assert Path(os.environ["HF_HOME"]).is_dir()
+    assert not sys.warnoptions

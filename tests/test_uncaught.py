@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from autopar.distributed.failures import shorten_uncaught
 from autopar.errors import AutoparError, ConfigError, PipelineError
 from tests.parity import language_batches
 from tests.pool import pooled
+from tests.scripts import ROOT, torchrun
 from tests.small import gpt2, parallel
 from tests.tiers import mainly
 from tests.worlds import spawn
@@ -48,38 +50,26 @@ def _loop(how: str) -> None:
     assert "failed: one of the ranks [0, 1] ended, failed or hangs." in str(info.value)
 
 
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("how", ENDS)
-def test_a_tensor_parallel_rank_that(how: str) -> None:
-    spawn(__name__, "_loop", 2, 60.0, (how,), expect_dead=(1,))
-
-
-def _backward() -> None:
-    model = parallel(gpt2(), 2).train()
+def _ends(where: str) -> None:
+    model = (parallel(gpt2(), 2) if where == "backward" else autopar.initialize(gpt2(), {})).train()
     loss = model(**language_batches(131)[0]).loss
-    if dist.get_rank() == 1:
-        os._exit(1)
-    with pytest.raises(PipelineError, match=r"a tensor-parallel collective failed(.|\n)*rank 1 has ended"):
+    if where == "averaging":
         loss.backward()
-
-
-@pytest.mark.tier("all")
-def test_a_rank_that_ends_before_its_backward() -> None:
-    spawn(__name__, "_backward", 2, 60.0, expect_dead=(1,))
-
-
-def _averaging() -> None:
-    model = autopar.initialize(gpt2(), {}).train()
-    model(**language_batches(131)[0]).loss.backward()
     if dist.get_rank() == 1:
         os._exit(1)
-    with pytest.raises(PipelineError, match=r"averaging the gradients over the data-parallel replicas failed"):
-        autopar.average_gradients(model)
+    with pytest.raises(PipelineError) as info:
+        loss.backward() if where == "backward" else autopar.average_gradients(model)
+    what = {"backward": "a tensor-parallel collective failed(.|\n)*rank 1 has ended"}
+    assert re.match(what.get(where, "averaging the gradients over the data-parallel replicas failed"), str(info.value))
 
 
 @pytest.mark.tier("all")
-def test_a_replica_that_ends_before_the_averaging() -> None:
-    spawn(__name__, "_averaging", 2, 60.0, expect_dead=(1,))
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("body", "how"), [*(("_loop", how) for how in ENDS), ("_ends", "backward"), ("_ends", "averaging")]
+)
+def test_a_rank_that_ends_is_named(body: str, how: str) -> None:
+    spawn(__name__, body, 2, 60.0, (how,), expect_dead=(1,))
 
 
 SCRIPT = """
@@ -99,33 +89,19 @@ for step in range(3):
 @pytest.mark.tier("all")
 def test_the_traceback_of_a_script_names_the_rank_that_others_waited_for(tmp_path: Path) -> None:
     """Where torch's own collectives fail, in DistributedDataParallel, nobody but Python's exception hook can tell."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "2", "PYTHONPATH": root}
-    port = _free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**environment, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, str(tmp_path / "train.py")]
+    ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    processes = [subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True) for each in ranks]
     deadline = time.monotonic() + 120
     texts = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1] for process in processes]
     assert all(process.returncode for process in processes)
     assert "ValueError: sample 17 is damaged" in texts[1]
     assert re.search(r"autopar: (.|\n)*rank 1 said.*: ValueError: sample 17 is damaged", texts[0]), texts[0]
-
-
-def _free_port() -> str:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def _printed(error: BaseException) -> list[str]:
@@ -227,11 +203,7 @@ autopar.initialize(gpt2(), {"model_parallelism": {"tensor_paralel_size": 2}})
 
 @pytest.mark.tier("all")
 def test_a_misspelt_key_on_four_ranks_is_a_few_lines(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(MISSPELT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = torchrun(tmp_path, MISSPELT, 4)
     sentence = "unknown key 'tensor_paralel_size' in section 'model_parallelism'. Did you mean 'tensor_parallel_size'?"
     ours = [line for line in done.stderr.splitlines() if re.match(r"\[rank\d\]", line)]
     assert done.returncode and 4 <= len(ours) <= 12, done.stderr
@@ -256,10 +228,6 @@ for _ in range(3):
 @pytest.mark.parametrize("times", mainly(1, 5, later="sweep"))
 def test_a_script_may_end_with_a_backward_pass(tmp_path: Path, times: int) -> None:
     """gloo's threads need the interpreter once more, and abort where it has ended: a third of such scripts did."""
-    script = tmp_path / "train.py"
-    script.write_text(BACKWARD_LAST)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     for _ in range(times):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        done = torchrun(tmp_path, BACKWARD_LAST, 4)
         assert done.returncode == 0, done.stderr

@@ -20,7 +20,6 @@ LOADERS = [yaml.SafeLoader] + ([yaml.CSafeLoader] if yaml.__with_libyaml__ else 
 
 @pytest.fixture(params=LOADERS, ids=lambda loader: loader.__name__)
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """PyYAML as it is without libyaml, then with it."""
     monkeypatch.setattr(module, "_EVENTS", request.param)
     return request.param
 

@@ -36,11 +36,7 @@ def case(build: Callable[[], Any] = llama, extra: dict[str, Any] | None = None, 
 
 
 def trained(place: str, build: Callable[[], Any], config: dict[str, Any], *, moved: bool) -> None:
-    """Compare three steps with the plain model on the same device: losses, and all weights.
-
-    Args:
-        moved: the model lies on the device when ``initialize`` gets it; there, rank 1 has drawn other weights.
-    """
+    """Compare three steps with the plain model on the same device: losses, and all weights."""
     plain = build().train()
     model = copy.deepcopy(plain)
     if moved:

@@ -1,21 +1,26 @@
-"""A run of one tier: picks and deals its tests, says at the end how long they took, and holds the tier to its seconds.
+"""Pick the tests of a tier, order them, print what they took, and fail a tier that exceeds its seconds.
 
-``--tier test`` takes the tests of that tier and of those before it; ``--seed 7`` runs them in another order;
-``--record`` writes down how long each test took. Without ``--tier`` every test that was asked for runs.
+Long tests come first, then tests over most ranks; pytest-xdist gives each worker the next one.
 """
 
+import json
+import random
+import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import worlds
-from tests.durations import Cost, Durations, deal, shown, speed
 from tests.tiers import TIERS, beyond, never_met, ranks_of, tier_of, up_to
 
-_GROWN = 1.2  # a tier may be a fifth over its seconds
+DURATIONS = Path(__file__).with_name("durations.json")
+_LEAST = 0.05  # seconds: shorter tests are not recorded
+_LONG = 10.0  # seconds: no worker should start such a test at the end of a run
+_GROWN = 1.2  # a tier may exceed its seconds by a fifth
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -26,13 +31,12 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 class TierRun:
-    """The plugin; in a worker of pytest-xdist it picks and deals, in the main process it counts."""
+    """Pick and order tests in a worker of pytest-xdist; add up seconds in the main process."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.config, self.known = config, Durations.read()
+        self.config, self.known = config, read_durations()
         self.tier: str | None = config.getoption("--tier")
-        self.input: dict[str, Any] | None = getattr(config, "workerinput", None)
-        self.workers = 1 if self.input is None else int(self.input["workercount"])
+        self.in_worker = hasattr(config, "workerinput")
         self.later = Counter[str]()  # tier -> seconds that it would add
         self.tiers: dict[str, str] = {}
         self.measured = defaultdict[str, float](float)
@@ -40,49 +44,47 @@ class TierRun:
         self.grown: list[str] = []
         self.start = time.monotonic()
 
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        if item.get_closest_marker("together"):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0].replace("/", ".")))
+
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
         if self.tier is not None and not any("::" in each for each in config.args):
-            for case in never_met(items):  # before others leave out what was not asked for
+            for case in never_met(items):  # before -k deselects some
                 raise pytest.UsageError(f"{case} is marked with a tier, and there is no such case")
         yield
         self._pick(config, items)
 
     def _pick(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave in the tests of the tier, in the order in which workers take them."""
-        wanted = up_to(self.tier) if self.tier is not None else list(TIERS)
         after = config.getoption("--after")
-        wanted = wanted[len(up_to(after)) if after else 0 :]
-        late = beyond(items, lambda item: _seconds(item, self.known))
+        wanted = up_to(self.tier or "sweep")[len(up_to(after)) if after else 0 :]
+        late = beyond(items, self._seconds)
         taken, left = [], []
         for item in items:
             tier = "sweep" if item.nodeid in late else tier_of(item)
             item.user_properties.append(("tier", tier))
-            if tier in wanted:
-                taken.append(item)
-            else:
-                left.append(item)
-                self.later[tier] += _seconds(item, self.known)
+            (taken if tier in wanted else left).append(item)
+            self.later[tier] += 0 if tier in wanted else self._seconds(item)
         if left:
             config.hook.pytest_deselected(items=left)
-        if self.tier is None:
-            items[:] = taken
-            return
-        costs = [
-            Cost(
-                item.nodeid.partition("::")[0],
-                ranks_of(item),
-                _seconds(item, self.known),
-                item.get_closest_marker("together") is not None,
-            )
-            for item in taken
-        ]
-        items[:] = [taken[place] for place in deal(costs, self.workers, config.getoption("--seed"))]
+        if self.tier is not None:
+            taken.sort(key=self._turn)
+            if (seed := config.getoption("--seed")) is not None:
+                random.Random(seed).shuffle(taken)
+        items[:] = taken
+
+    def _seconds(self, item: pytest.Item) -> float:
+        return self.known.get(function_of(item.nodeid), 0.02 if tier_of(item) == "check" else 2.0)
+
+    def _turn(self, item: pytest.Item) -> tuple[float, int, str]:
+        """Return the sort key: long tests by their seconds, then most ranks, then files one after the other."""
+        seconds, together = self._seconds(item), item.get_closest_marker("together") is not None
+        return -max(seconds, _LONG) if together or seconds > _LONG else 0.0, -ranks_of(item), item.nodeid.split("::")[0]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        may_need = item.get_closest_marker("ranks_if_needed") is not None
-        worlds.without_ranks = tier_of(item) == "check" and not may_need
+        worlds.without_ranks = tier_of(item) == "check" and not item.get_closest_marker("ranks_if_needed")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.measured[report.nodeid] += report.duration
@@ -92,23 +94,23 @@ class TierRun:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.input is not None:
+        if self.in_worker:
             self.config.workeroutput["later"] = dict(self.later)  # type: ignore[attr-defined]
             return
         passed = {name: seconds for name, seconds in self.measured.items() if name not in self.failed}
         if self.tier is not None:
-            self.grown = _grown(passed, self.tiers, self.known)
+            self.grown = grown(passed, self.tiers, self.known)
         if self.config.getoption("--record"):
-            self.known.updated(passed).write()
+            write_durations(self.known, passed)
         elif self.grown and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
-        self.later = Counter(getattr(node, "workeroutput", {}).get("later", self.later))  # each collects all
+        self.later = Counter(getattr(node, "workeroutput", {}).get("later", self.later))  # each worker collects all
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self.tier is None or self.input is not None:
+        if self.tier is None or self.in_worker:
             return
         workers = int(getattr(self.config.option, "numprocesses", None) or 1)
         took, tests = shown(time.monotonic() - self.start), shown(sum(self.measured.values()))
@@ -121,21 +123,54 @@ class TierRun:
             terminalreporter.write_line(line, red=True)
 
 
-def _seconds(item: pytest.Item, known: Durations) -> float:
-    return known.of(item.nodeid, later=tier_of(item) != "check")
+def function_of(nodeid: str) -> str:
+    """Return the node id without parameters, and without the group that pytest-xdist appends."""
+    return nodeid.partition("[")[0].partition("@")[0]
 
 
-def _grown(measured: dict[str, float], tiers: dict[str, str], known: Durations) -> list[str]:
+def read_durations(file: Path = DURATIONS) -> dict[str, float]:
+    """Return the seconds of one case of each test function."""
+    by_file = json.loads(file.read_text())
+    return {f"{path}::{name}": seconds for path, listed in by_file.items() for name, seconds in listed.items()}
+
+
+def write_durations(known: dict[str, float], measured: dict[str, float], file: Path = DURATIONS) -> None:
+    """Write the known seconds, with the means of the measured cases in place of the seconds of their functions."""
+    cases = defaultdict[str, list[float]](list)
+    for nodeid, seconds in measured.items():
+        cases[function_of(nodeid)].append(seconds)
+    means = {name: round(statistics.fmean(listed), 2) for name, listed in cases.items()}
+    by_file = defaultdict[str, dict[str, float]](dict)
+    for name, seconds in sorted((known | means).items()):
+        if seconds >= _LEAST:
+            path, _, function = name.partition("::")
+            by_file[path][function] = seconds
+    file.write_text(json.dumps(by_file, indent=1) + "\n")
+
+
+def speed(measured: dict[str, float], known: dict[str, float]) -> float:
+    """Return the median of measured by recorded seconds; 1 if fewer than 20 cases are known."""
+    ratios = [seconds / known[name] for at, seconds in measured.items() if (name := function_of(at)) in known]
+    return statistics.median(ratios) if len(ratios) >= 20 else 1.0
+
+
+def grown(measured: dict[str, float], tiers: dict[str, str], known: dict[str, float]) -> list[str]:
     """Return a line for each tier whose tests take a fifth longer than it may, at the speed of this machine."""
-    sums, factors = Counter[str](), dict[str, float]()
+    lines = []
     for tier in set(tiers.values()):
         of_tier = {nodeid: seconds for nodeid, seconds in measured.items() if tiers[nodeid] == tier}
-        factors[tier] = speed(of_tier, known)
-        sums[tier] = sum(of_tier.values()) / factors[tier]
-    return [
-        f"error: the tests of {TIERS[tier].command} take {shown(seconds)}, and may take {shown(TIERS[tier].seconds)} "
-        f"(measured at {factors[tier]:.1f} x the seconds in tests/durations.json). Make them quicker, move some to a "
-        "later tier, or raise it in tests/tiers.py."
-        for tier, seconds in sums.items()
-        if seconds > _GROWN * TIERS[tier].seconds
-    ]
+        factor = speed(of_tier, known)
+        seconds, allowed = sum(of_tier.values()) / factor, TIERS[tier].seconds
+        if seconds > _GROWN * allowed:
+            lines.append(
+                f"error: the tests of {TIERS[tier].command} take {shown(seconds)}, and may take {shown(allowed)} "
+                f"(measured at {factor:.1f} x the seconds in tests/durations.json). Make them quicker, move some to a "
+                "later tier, or raise it in tests/tiers.py."
+            )
+    return lines
+
+
+def shown(seconds: float) -> str:
+    """Return seconds in words: ``4 min 31 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,33 +1,15 @@
-"""Which tests run when: four tiers, each with the tests of those before it (the table is in tests/README.md).
+"""Which tests run when: four tiers, each with the tests of those before it (see tests/README.md)."""
 
-What a test needs says where it belongs. A test in one process is in ``check``; a test over ranks is in ``all``.
-``@pytest.mark.tier("test")`` puts it elsewhere, ``@pytest.mark.tier("test", only=("llama-2",))`` some of its
-parameters; so does the mark of a single parameter. Of several marks the latest tier counts.
-
-The cases of one test may take :data:`MOST` seconds in ``all``: its first ones are there, as many as fit, the others in
-``sweep``. ``@pytest.mark.every_case`` keeps all of them.
-"""
-
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 
-@dataclasses.dataclass(frozen=True)
-class Tier:
-    """One tier.
-
-    Attributes:
-        command: make's target that runs it.
-        seconds: of tests that it may add to the tiers before it, on the machine of tests/durations.json. Raise it
-            knowingly: two workers share them, and starting takes each worker another half a minute.
-    """
-
+class Tier(NamedTuple):
     command: str
-    seconds: float
+    seconds: float  # of tests that it may add to the tiers before it, on the machine of tests/durations.json
 
 
 TIERS = {
@@ -37,20 +19,16 @@ TIERS = {
     "sweep": Tier("make sweep", 20000),
 }
 _ORDER = list(TIERS)
-MOST = 1.0
+MOST = 1.0  # seconds of the cases of one test in all; the remaining ones are in sweep, unless it is every_case
 
 
 def tier_of(item: pytest.Item) -> str:
-    """Return the tier of a collected test.
-
-    Raises:
-        UsageError: a mark names no tier.
-    """
+    """Return the latest tier of the marks of a collected test, of which ``only=("llama-2",)`` names some parameters."""
     case = item.callspec.id if hasattr(item, "callspec") else ""
     marked = [mark.args[0] for mark in item.iter_markers("tier") if case in mark.kwargs.get("only", (case,))]
-    unknown = [name for name in marked if name not in TIERS]
-    if unknown:
-        raise pytest.UsageError(f"{item.nodeid}: no tier {unknown[0]!r}, there are {', '.join(TIERS)}")
+    for name in marked:
+        if name not in TIERS:
+            raise pytest.UsageError(f"{item.nodeid}: no tier {name!r}, there are {', '.join(TIERS)}")
     return max(marked, key=_ORDER.index) if marked else ("all" if ranks_of(item) else "check")
 
 
@@ -96,3 +74,12 @@ def mainly(first: Any, *others: Any, later: str = "all") -> list[Any]:
 def in_tier(tier: str, values: Iterable[Any]) -> list[Any]:
     """Return parameters, one value each, that are in a tier, or in the test's own if that is later."""
     return [pytest.param(value, marks=pytest.mark.tier(tier)) for value in values]
+
+
+def rows(**tiers: list[tuple[Any, ...]]) -> list[Any]:
+    """Return parameters of several values, by the name of the tier that they are in."""
+    return [
+        pytest.param(*row, id="-".join(map(str, row)), marks=pytest.mark.tier(tier))
+        for tier, table in tiers.items()
+        for row in table
+    ]

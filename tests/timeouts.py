@@ -1,7 +1,4 @@
-"""How long ranks of tests wait for one that hangs: short, but longer than a rank takes that only is on a busy machine.
-
-Tests in which nobody waits in vain, as the others are told at once, keep long time-outs: those cost nothing.
-"""
+"""Time-outs of tests whose ranks hang: short, but longer than a rank takes on a busy machine."""
 
 import functools
 import os

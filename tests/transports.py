@@ -11,10 +11,7 @@ both_transports = pytest.mark.parametrize("transport", ["gloo", "shm"])
 
 
 def segments() -> tuple[int, int]:
-    """How many shared segments of transports this process has open, and how many it has mapped.
-
-    What an earlier body on this rank left to a cache of another library counts too: compare with before.
-    """
+    """How many shared segments of transports this process has open, and how many it has mapped."""
     gc.collect()  # autograd's graphs, in which the collector cannot look
     gc.collect()  # what they have held
     files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]

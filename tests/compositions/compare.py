@@ -28,11 +28,7 @@ _REFUSED = (ConfigError, UnsupportedModelError)
 
 
 def compare(composition: Composition) -> str:
-    """Train with one process and with the composition; return why it is refused, or nothing.
-
-    Raises:
-        AssertionError: a loss or a weight is another one, or only some ranks refuse.
-    """
+    """Train with one process and with the composition; return why it is refused, or nothing."""
     plain = _model(composition)
     model = copy.deepcopy(plain)
     optimizer = _optimizer(composition, model)

@@ -1,7 +1,4 @@
-"""Compositions of options: how they are drawn, a few over ranks in each run, many in the sweep.
-
-``pytest tests/compositions --tier sweep -k "on_four and 17"`` repeats seed 17 on four ranks.
-"""
+"""Compositions of options: how they are drawn, a few over ranks in each run, many in the sweep."""
 
 import pytest
 import torch.distributed as dist

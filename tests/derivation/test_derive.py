@@ -1,9 +1,11 @@
 """Policies derived from structure: the sharding of those by hand, and the numbers of the plain model."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import PolicyError, UnsupportedModelError
@@ -30,25 +32,7 @@ from tests.representatives import first_types
 
 TP = 2
 
-LIKE_BY_HAND = {
-    "llama": ("LlamaForCausalLM", "grouped heads, a gated MLP"),
-    "gpt2": ("GPT2LMHeadModel", "q, k, v fused in one Conv1D; attributes"),
-    "phi3": ("Phi3ForCausalLM", "q, k, v of different widths fused; gate and up fused"),
-    "qwen3": ("Qwen3ForCausalLM", "a norm over each head"),
-    "gpt_neox": ("GPTNeoXForCausalLM", "q, k, v fused head by head"),
-    "bert": ("BertForMaskedLM", "an encoder, a tied head"),
-    "t5": ("T5ForConditionalGeneration", "two towers, a table of biases by head that all blocks read"),
-    "mixtral": ("MixtralForCausalLM", "experts in 3-D parameters"),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "latent attention, shared experts"),
-    "mamba": ("MambaForCausalLM", "a state for each channel, low-rank time steps"),
-    "olmo2": ("Olmo2ForCausalLM", "norms over all heads"),
-    "vit": ("ViTForImageClassification", "images"),
-    "gpt_oss": ("GptOssForCausalLM", "a sink for each head, put beside the scores"),
-    "beit": ("BeitModel", "tables of biases by head, resized"),
-    "bloom": ("BloomForCausalLM", "biases made for all heads: sharded, and gathered for attention"),
-    "deberta-v2": ("DebertaV2Model", "heads that a view of -1 would cut in halves"),
-    "cohere2_moe": ("Cohere2MoeForCausalLM", "shared experts beside a region"),
-}
+LIKE_BY_HAND = yaml.safe_load(Path(__file__).with_name("like_by_hand.yaml").read_text())
 
 
 def sharding(policy: Any, model: Any) -> dict[str, Any]:
@@ -120,7 +104,6 @@ def test_what_forward_wants_whole_is_sharded_and_gathered() -> None:
 
 
 def test_a_weight_that_training_uses_by_itself_stays_whole() -> None:
-    """In evaluation it is a column and a row, and right."""
     with pytest.raises(UnsupportedModelError, match="no policy can be derived for TrickyModel"):
         derive(tricky("Clipped"))
 
@@ -134,7 +117,6 @@ def test_tricky_blocks_on_ranks() -> None:
 
 @pooled(world_size=2)
 def test_losses_that_read_the_size_of_the_head() -> None:
-    """Rows of the weight are this rank's: the head stays whole. Features of the layer are those of its output."""
     for kind, sharded in ((LossByRows, False), (LossByFeatures, True)):
         torch.manual_seed(0)
         plain = randomise(kind(OddConfig(initializer_range=0.2)))

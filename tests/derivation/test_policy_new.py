@@ -25,7 +25,6 @@ def run(*arguments: object) -> Any:
 
 @pytest.mark.tier("all")
 def test_new_check_verify(tmp_path: Path) -> None:
-    """A class of one's own: derived, proven, written; then checked and verified by the other commands."""
     policy, model = tmp_path / "odd.yaml", f"{ODD}:OddForCausalLM"
     made = run("policy", "new", model, "-o", policy)
     assert made.exit_code == 0, made.stderr

@@ -1,18 +1,30 @@
+"""Agreement of all ranks: barriers, verdicts, names of attempts, stop signals, arguments of initialize."""
+
 import json
 import os
 import random
+import signal
+import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
+import autopar
+from autopar import StopSignal
 from autopar.distributed import agree as waiting
-from autopar.distributed.agree import all_ranks, barrier, rank_zero
+from autopar.distributed.agree import all_ranks, barrier, differences, rank_zero
 from autopar.distributed.mesh import MPU
-from autopar.errors import CheckpointError
+from autopar.distributed.process import name_of_attempt
+from autopar.errors import CheckpointError, ConfigError, ConsistencyError
 from tests.exchange import everyones
 from tests.pool import pooled
+from tests.small import gpt2
 from tests.worlds import raises_everywhere, spawn
 
 
@@ -156,3 +168,143 @@ def death_before() -> None:
 @pytest.mark.tier("all")
 def test_a_rank_that_died_before_the_call_is_named():
     spawn(__name__, "death_before", 3, 60, expect_dead=(1,))
+
+
+def agreed(store: HashStore, ranks: list[int], late: int | None = None) -> list[str]:
+    """The names that ranks get; ``late`` starts when the others have been looking for a while."""
+    names: dict[int, str] = {}
+
+    def join(rank: int) -> None:
+        names[rank] = name_of_attempt(store, rank, len(ranks))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks if rank != late]
+    for thread in threads:
+        thread.start()
+    if late is not None:
+        threads[0].join(0.2)
+        assert not names.keys() & {0}
+        join(late)
+    for thread in threads:
+        thread.join(20)
+    assert sorted(names) == ranks
+    return [names[rank] for rank in ranks]
+
+
+@pytest.mark.parametrize("late", [None, 0, 2])
+def test_each_attempt_gets_its_own_name(late: int | None) -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    seen = set()
+    for _ in range(3):  # in the later ones the store is full of the words of ranks that are gone
+        (name,) = set(agreed(store, [0, 1, 2], late if late != 0 else None))
+        assert name not in seen
+        seen.add(name)
+    (name,) = set(agreed(store, [0, 1]))  # and with fewer ranks
+    assert name not in seen
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    store = HashStore()
+    assert name_of_attempt(store, 0, 1) != name_of_attempt(store, 0, 1)
+
+
+def test_a_rank_that_does_not_come_is_an_error() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    agreed(store, [0, 1])
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(dist.DistStoreError, match="2 ranks should start, and not all did within"):
+        name_of_attempt(store, 0, 2)  # the other one's word is there, of an earlier attempt
+
+
+@pooled(world_size=2)
+def test_all_ranks_stop_after_the_same_step() -> None:
+    mpu, before = MPU(tensor_parallel_size=2), signal.getsignal(signal.SIGTERM)
+    with StopSignal(mpu, signal.SIGTERM, signal.SIGUSR1) as stop:
+        steps = 0
+        for step in range(5):
+            steps += 1
+            if step == 2 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.requested():
+                break
+        assert steps == 3
+        assert stop.requested()  # it stays so
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pooled(world_size=2)
+def test_a_second_signal_does_what_it_did_before() -> None:
+    mpu, got = MPU(tensor_parallel_size=2), list[int]()
+    before = signal.signal(signal.SIGUSR2, lambda number, _: got.append(number))
+    try:
+        with StopSignal(mpu, signal.SIGUSR2) as stop:
+            assert not stop.requested()
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert stop.requested() and not got
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert got == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+@pooled(world_size=1)
+def test_only_the_main_thread_handles_signals() -> None:
+    mpu, errors = MPU(), list[str]()
+
+    def make() -> None:
+        with pytest.raises(ConfigError) as caught:
+            StopSignal(mpu)
+        errors.append(str(caught.value))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert errors and "main thread" in errors[0] and "in the main thread" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        ({"a": {"b": 2}}, {"a": {"b": 1}}, [("a.b", "2", "1")]),
+        ({"a": 1}, {"b": None}, [("a", "1", "missing"), ("b", "missing", "null")]),
+        ([[1, "x"], 2], [[1, "y"], 2], [("[0][1]", '"x"', '"y"')]),
+        ({"shape": [2, 3]}, {"shape": [2]}, [("shape", "2 entries", "1 entries")]),
+        ({"x": [1, {"y": True}]}, {"x": [1, {"y": True}]}, []),
+        ({"x": "a" * 500}, {"x": None}, [("x", '"' + "a" * 95 + " ...", "null")]),
+    ],
+)
+def test_differences_are_named_with_both_values(one: Any, other: Any, found: list[tuple[str, str, str]]) -> None:
+    assert list(differences(one, other)) == found
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_ranks_that_call_initialize_differently_learn_the_key_and_both_values():
+    rank = dist.get_rank()
+    sizes = {"model_parallelism": {"tensor_parallel_size": 2}}
+    with raises_everywhere(
+        ConsistencyError,
+        "ranks [1] call autopar.initialize with other arguments than rank 0:",
+        "  config.pipeline.timeout: rank 0: 60, rank 1: 61\n",
+    ):
+        autopar.initialize(gpt2(), {**sizes, "pipeline": {"timeout": 60 + rank}})
+    with raises_everywhere(ConsistencyError, "config.tensor_parallel_size: rank 0: 2, rank 1: 1"):
+        autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": 1 if rank else 2}})
+    with raises_everywhere(
+        ConsistencyError, "tensors.transformer.wte.weight.shape[0]: rank 0: 131, rank 1: 132", "and more"
+    ):
+        autopar.initialize(gpt2(vocab_size=131 + rank), sizes)
+    model = gpt2()
+    model.transformer.wpe.weight.requires_grad_(rank == 0)
+    with raises_everywhere(ConsistencyError, "parameters.transformer.wpe.weight.requires_grad: rank 0: true, rank 1"):
+        autopar.initialize(model, sizes)
+
+
+@pooled(world_size=2)
+def test_buffers_may_be_registered_in_another_order_on_each_rank():
+    model = gpt2()
+    for value in (1.0, 2.0) if dist.get_rank() == 0 else (2.0, 1.0):
+        model.transformer.register_buffer(f"angles_{value:g}", torch.full((3,), value), persistent=False)
+    model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}})
+    assert [model.transformer.angles_1[0].item(), model.transformer.angles_2[0].item()] == [1.0, 2.0]

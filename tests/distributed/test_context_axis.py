@@ -106,14 +106,12 @@ def test_getters_and_mesh():
     assert mpu.mesh.mesh_dim_names == ("pp", "dp", "cp", "tp") and mpu.mesh["cp"].size() == 2
     assert mpu.mesh["cp"].get_group() is mpu.get_context_parallel_group()
     assert mpu.dp_cp_mesh.get_group() is mpu.dp_cp.group and mpu.dp_cp_mesh.mesh.tolist() == [t, t + 2, t + 4, t + 6]
-    mpu.destroy()
 
 
 @pytest.mark.tier("test", only=("2-1",))
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (2, 2), (4, 1)])
 @pooled(world_size=4)
 def test_a_step_is_that_of_one_process(cp: int, tp: int) -> None:
-    """Gradients averaged by ``average_gradients`` or DDP; their norm; two batches where cp leaves two replicas."""
     model = _model(cp, tp)
     mpu, replicas = model.mpu, 4 // (cp * tp)
     assert mpu.sizes == (tp, 1, replicas, cp)

@@ -1,4 +1,4 @@
-"""Derivatives through sharded layers: exact in any order, or refused; none is left out without a word."""
+"""Derivatives through sharded layers: exact in any order, or refused, as transforms and dual tensors are."""
 
 import copy
 import importlib
@@ -9,20 +9,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.distributed.collectives import all_gather
+from autopar.errors import ConfigError
 from autopar.tensor_parallel import regions
 from tests.parity import close, language_batches
 from tests.pool import pooled
-from tests.small import gpt2, llama
+from tests.small import gpt2, llama, parallel
+from tests.three_steps import mixtral
+from tests.worlds import raises_everywhere
 
 # Autograd functions that communicate nothing.
-_LOCAL = {
-    "autopar.tools.planner.storages._Attention",
-    "autopar.features.experts.module_experts._Present",
-}
+_LOCAL = {"autopar.tools.planner.storages._Attention", "autopar.features.experts.module_experts._Present"}
 
 
 def _functions() -> dict[str, Any]:
@@ -57,7 +60,6 @@ def _sizes(**sizes: Any) -> dict[str, Any]:
 
 
 def _of_whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a parameter's gradient."""
     state = vars(model).get("_autopar")
     layout = None if state is None else state.plan.tensors[state.plan.canonical(name)].layout
     return tensor.detach() if layout is None else all_gather(tensor.detach(), model.mpu.tp, layout)
@@ -134,7 +136,6 @@ def test_third_derivatives_over_uneven_shards() -> None:
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_an_inner_step_is_differentiated() -> None:
-    """MAML, with torch.func.functional_call."""
     plain, (support, query) = llama(attn_implementation="eager"), language_batches(131)
     model = autopar.initialize(copy.deepcopy(plain), _sizes(tensor_parallel_size=2))
     results = []
@@ -177,3 +178,58 @@ def test_parameters_that_a_loss_does_not_use_have_no_gradient_under_ddp() -> Non
     assert {"model.norm.weight", "lm_head.weight"} <= unused
     assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == unused
     assert dist.get_world_size(alone) == 1
+
+
+IDS = torch.randint(0, 131, (3, 8), generator=torch.Generator().manual_seed(3))
+WORDS = ("torch.func (grad, vmap, jvp, ...) and dual tensors are not supported on a sharded model", "loss.backward()")
+MESHES: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2},
+    "sp": {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}},
+    "cp": {"cp": 2},
+    "pp": {"pp": 2},
+    "ep": {"ep": 2},
+    "zero": {"zero": {"stage": 3}},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pooled(world_size=2)
+def test_they_are_refused(mesh: str) -> None:
+    plain = mixtral("eager") if mesh == "ep" else llama()
+    plain.set_attn_implementation("eager")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model: Any = autopar.initialize(plain.eval(), MESHES[mesh], optimizer=optimizer)[0]
+    before = model(input_ids=IDS, use_cache=False).logits.detach().clone()
+
+    def loss(weights: Any) -> Any:
+        return functional_call(model, weights, kwargs={"input_ids": IDS, "labels": IDS, "use_cache": False}).loss
+
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with raises_everywhere(ConfigError, *WORDS):
+        grad(loss)(weights)
+    with raises_everywhere(ConfigError, *WORDS):
+        vmap(lambda ids: model(input_ids=ids[None], use_cache=False).logits)(IDS)
+    embeds = torch.randn(3, 8, 24, generator=torch.Generator().manual_seed(3))
+    with forward_ad.dual_level():
+        assert torch.equal(model(input_ids=IDS, use_cache=False).logits, before), "nothing is dual"
+        with raises_everywhere(ConfigError, *WORDS):
+            model(inputs_embeds=forward_ad.make_dual(embeds, embeds))
+    assert torch.equal(model(input_ids=IDS, use_cache=False).logits, before)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_batched_and_dual_gradients_and_layers_by_themselves_are_refused() -> None:
+    model: Any = parallel(llama(attn_implementation="eager"), 2)
+    gradients = torch.eye(2)
+    losses = torch.stack([model(input_ids=ids[None], labels=ids[None]).loss for ids in IDS[:2]])
+    with raises_everywhere(ConfigError, *WORDS):
+        vmap(lambda g: torch.autograd.grad(losses, list(model.parameters()), g, retain_graph=True))(gradients)
+    with forward_ad.dual_level(), raises_everywhere(ConfigError, *WORDS):
+        torch.autograd.grad(losses, list(model.parameters()), forward_ad.make_dual(gradients[0], gradients[1]))
+    layer: nn.Module = model.model.layers[0].mlp.down_proj
+    with raises_everywhere(ConfigError, *WORDS):
+        vmap(layer)(torch.ones(3, 2, layer.in_features))  # type: ignore[arg-type]
+    for ids in IDS:  # one sample at a time
+        gradients = torch.autograd.grad(model(input_ids=ids[None], labels=ids[None]).loss, list(model.parameters()))
+        assert all(gradient.isfinite().all() for gradient in gradients)

@@ -34,7 +34,6 @@ def test_collectives_of_a_tensor_parallel_step_are_named() -> None:
     assert f"all-reduce over tp {shape}: exit of a sharded region" in names
     assert f"all-reduce over tp {shape}: gradient at the entry of a sharded region" in names
     assert any(name.startswith("all-gather over tp ") for name in names)
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -47,7 +46,6 @@ def test_actions_of_a_pipeline_are_named() -> None:
         for action in ("forward", "backward"):
             assert f"stage {stage}: {action} of micro-batch {microbatch}" in names
     assert f"receive: stage {1 - stage}'s {('gradient', 'output')[stage]} of micro-batch 1 (for stage {stage})" in names
-    model.mpu.destroy()
 
 
 def test_no_name_is_made_while_no_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:

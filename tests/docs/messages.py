@@ -1,7 +1,4 @@
-"""The messages of the package's exceptions and warnings.
-
-python -m tests.docs.messages      prints them by file and line; ``...`` stands for a value
-"""
+"""The messages of the package's exceptions and warnings."""
 
 import ast
 import builtins

@@ -25,7 +25,6 @@ POLICY = next(code.text for code in codes(TEXT, "yaml") if code.file == "colo_gp
 
 
 def names(pattern: str) -> set[str]:
-    """Return the names in code on the page, by a pattern."""
     return {name for code in re.findall(r"`([^`\n]+)`", TEXT) for name in re.findall(pattern, code)}
 
 

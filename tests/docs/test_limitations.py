@@ -58,7 +58,6 @@ def test_what_it_says_raises_does() -> None:
 
 
 def training(model: Any, stages: int = 1, **sections: Any) -> Any:
-    """The model and its optimizer, initialized with some sections of the config."""
     return autopar.initialize(model, {"pp": stages, **sections}, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -1,4 +1,4 @@
-"""Links, headings, files and commands of the pages exist, and the figures are up to date."""
+"""Links, headings, files, commands, figures and versions of the pages are right."""
 
 import re
 import runpy
@@ -21,7 +21,6 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 
 def prose(page: Path) -> str:
-    """Return the page without its code."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -38,7 +37,6 @@ def test_links_have_targets(page: Path) -> None:
 
 
 def test_files_in_backticks_exist(page: Path) -> None:
-    """Check ``autopar/api.py`` and ``policies/``; in design.md also ``plan/rules.py``, relative to the package."""
     named = set(re.findall(r"`([\w./-]+)`", prose(page)))
     top = {
         name for name in named if re.match(r"(autopar|docs|tests|policies|tutorials|benchmarks|\.ci)/(?!out\b)", name)

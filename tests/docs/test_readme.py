@@ -24,7 +24,6 @@ WORDS = ("the", "rank", "holds", "a", "shard", "of", "each", "weight", "and", "s
 
 
 def loop(sign: str) -> str:
-    """Return the script with the lines of one side of the diff: "-" before, "+" after."""
     (diff,) = codes(README.read_text(), "diff")
     return "".join(f"{line[1:]}\n" for line in diff.text.splitlines() if not line or line[0] in (" ", sign))
 

@@ -1,18 +1,19 @@
-"""The API reference has every public name, and `make docs` builds a site of it that needs no network."""
+"""The API reference has every public name, the site is built, and the page on the config names every key."""
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
+import autopar
 from autopar import ParallelModel
-from tests.docs.pages import DOCS, ROOT, same
+from autopar.config.sections import PLAIN, SECTIONS, SHORT, PipelineConfig
+from tests.docs.pages import DOCS, ROOT, codes, same
+from tests.scripts import printed
 
 MODULES = {
     "autopar": "autopar.md",
@@ -28,7 +29,6 @@ SPHINX = ROOT / ".cache" / "docs"
 
 
 def named(page: str) -> list[str]:
-    """The names that a page of the reference has an entry for."""
     text = (DOCS / "reference" / page).read_text()
     return re.findall(r"^\.\. (?:auto|py:)(?:function|class|exception|data|type):: ([\w.]+)$", text, re.MULTILINE)
 
@@ -61,15 +61,7 @@ def test_the_site_is_built_without_warnings_and_loads_nothing_from_the_network(t
     if not (SPHINX / ".installed").exists():
         pytest.skip("Sphinx is not there: make docs, or make fetch")
     options = ["-q", "-W", "--keep-going", "-c", "docs/site", "-d", str(tmp_path / "cache")]
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", *options, ".", str(tmp_path / "site")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(SPHINX)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("-m", "sphinx", *options, ".", tmp_path / "site", folder=ROOT, PYTHONPATH=str(SPHINX))
     pages = {path: path.read_text() for path in (tmp_path / "site").rglob("*.html")}
     for path, text in pages.items():
         loaded = re.findall(r"<(?:script|img|iframe)\b[^>]*\bsrc=\"([^\"]+)", text)
@@ -84,3 +76,27 @@ def test_the_site_is_built_without_warnings_and_loads_nothing_from_the_network(t
     assert not re.search(r"url\([\"']?(https?:)?//", styles) and "@import" not in styles
     shown = {name for text in pages.values() for name in re.findall(r"\bid=\"([\w.]+)\"", text)}
     assert {name for page in MODULES.values() for name in named(page)} | set(named("model.md")) <= shown
+
+
+def test_the_configuration_is_documented_whole() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    (example,) = codes(text, "yaml")
+    content = yaml.safe_load(example.text)
+    config = autopar.ParallelConfig.parse(content)
+    # What the example sets; everything else in it is the default.
+    assert config == autopar.ParallelConfig(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        pipeline=PipelineConfig(microbatch_size=1, layers_per_stage=(6, 6)),
+        zero_stage=1,
+        precision="fp16",
+        gradient_clipping=1.0,
+    )
+    known = {*PLAIN, *(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)}
+    shown = {
+        f"{section}.{key}" if key else section
+        for section, keys in content.items()
+        for key in (keys if isinstance(keys, dict) else [""])
+    }
+    assert shown == known - {"pipeline.num_microbatches", *SHORT}  # microbatch_size and the long names are there
+    assert set(re.findall(r"^\| `(\w+(?:\.\w+)?)` \|", text, re.MULTILINE)) == known

@@ -1,7 +1,4 @@
-"""docs/troubleshooting.md quotes the messages of the code, and has a row for each way in which ranks differ or fail.
-
-A quotation is a code span in the first column of a table; ``...`` in it stands for a value in an f-string.
-"""
+"""docs/troubleshooting.md quotes the messages of the code, and has a row for each way in which ranks differ or fail."""
 
 import ast
 import functools
@@ -19,13 +16,11 @@ FEWEST, WORDS = 4, 6  # of a message that lead to its row
 
 @functools.cache
 def texts() -> frozenset[str]:
-    """All texts of the package, with single spaces instead of line ends."""
     found = {template(node) for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.expr)}
     return frozenset(" ".join(text.split()) for text in found if text)
 
 
 def lead(message: str) -> str:
-    """The first words of a message that name no rank: of its first literal part that has some, else the longest."""
     parts = [" ".join(part.split()).lstrip(",.: ") for part in message.split(GAP)]
     chosen = next((part for part in parts if len(part.split()) >= FEWEST), max(parts, key=len))
     return " ".join(chosen.split()[:WORDS])
@@ -42,7 +37,6 @@ def quotations() -> list[str]:
 
 
 def says(text: str, quoted: str) -> bool:
-    """Whether a text holds a quotation: its parts between ``...``, in order."""
     parts = (" ".join(part.split()) for part in quoted.split("..."))
     return re.search(".*".join(map(re.escape, parts)), text) is not None
 

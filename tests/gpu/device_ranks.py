@@ -1,4 +1,4 @@
-"""Ranks whose process group serves the simulated device, see :mod:`tests.gpu.simulated`, or one GPU that they share."""
+"""Ranks on the simulated device (:mod:`tests.gpu.simulated`) or on one GPU; where the tests of this folder run."""
 
 import functools
 import os
@@ -68,3 +68,21 @@ def _join(backend: str, timeout: float) -> None:
     dist.destroy_process_group()
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+HAS_GPU = torch.cuda.is_available()
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="the same test runs on the GPU"))
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not HAS_GPU, reason="torch sees no GPU (torch.cuda.is_available() is False)"),
+        pytest.mark.filterwarnings("default"),  # those of drivers and nccl are not this project's
+    ],
+)
+PLACES = [CPU, GPU]
+if os.environ.get("AUTOPAR_SIMULATED"):
+    from tests.gpu import simulated
+
+    PLACES = [pytest.param(simulated.start().type)]
+on_each = pytest.mark.parametrize("place", PLACES)

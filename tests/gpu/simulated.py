@@ -97,9 +97,6 @@ def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout)
 
 
-# -- Tensor.data from one device to the other: torch allows it for CPU and CUDA, not for devices from elsewhere --------
-
-
 def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
     if x.device.type != data.device.type and NAME in (x.device.type, data.device.type):
         torch.ops.sim.set_data(x, data)
@@ -112,9 +109,6 @@ _torchs_compatible = torch._has_compatible_shallow_copy_type
 
 def _compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:
     return {input.device.type, from_.device.type} <= {"cpu", NAME} or _torchs_compatible(input, from_)
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 class _Kind(NamedTuple):

@@ -62,8 +62,6 @@ class Orders:
         self._of_host: set[int] = set()  # memory that asynchronous copies have read or written
         self._forget, self._waits = forget, 0
 
-    # -- what happens ----------------------------------------------------------------------------------------------
-
     def issue(self, line: Any, what: str, uses: list[tuple[torch.Tensor, bool]], *, kept: bool = False) -> _Clock:
         """Put an operation on a stream; ``uses`` are tensors, and whether it writes them."""
         self._follow_memory()
@@ -153,8 +151,6 @@ class Orders:
                 self.faults.append(f"the host has not waited for a {place}")
         for place in (place for *_, place in self._works.values()):
             self.faults.append(f"nobody has waited for {place}")
-
-    # -- memory ----------------------------------------------------------------------------------------------------
 
     def _use(self, line: Any, x: torch.Tensor, writes: bool, what: str, kept: bool) -> None:
         if not x.numel():
@@ -255,9 +251,6 @@ def orders(forget: int = 0) -> Iterator[Orders]:
 def running() -> Orders | None:
     """Return the log that runs."""
     return _running[-1] if _running else None
-
-
-# -- what torch's own objects tell ---------------------------------------------------------------------------------
 
 
 def watch_works() -> None:

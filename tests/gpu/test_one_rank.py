@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from tests.gpu.places import GPU, on_each
+from tests.gpu.device_ranks import GPU, on_each
 from tests.parity import close
 from tests.small import gpt2, llama
 
@@ -64,24 +64,39 @@ def test_recomputed_activations_give_the_same_gradients(place: str, on_cpu: bool
         close(gradient, plain.get_parameter(name).grad, name)
 
 
-@on_each
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_with_zero_1_learns(place: str, dtype: str) -> None:
+def learned(place: str, config: dict[str, Any]) -> tuple[Any, Any]:
+    """Train 12 steps on one batch, whose loss falls."""
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    config = {**TP1, "precision": {"dtype": dtype}, "zero": {"stage": 1}, "gradient_clipping": 1.0}
-    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-    ids, losses = IDS.to(place), []
+    model, optimizer = autopar.initialize(model, {**TP1, **config}, optimizer=optimizer)
+    ids, found = IDS.to(place), []
     for _ in range(12):
         loss = model(ids, labels=ids).loss
         (optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0], losses
+        found.append(loss.item())
+    assert found[-1] < 0.9 * found[0], found
+    return model, optimizer
+
+
+@on_each
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_with_zero_1_learns(place: str, dtype: str) -> None:
+    config = {"precision": {"dtype": dtype}, "zero": {"stage": 1}, "gradient_clipping": 1.0}
+    model, optimizer = learned(place, config)
     assert next(model.parameters()).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     assert {value.device.type for value in held if value.dim()} == {place}
+
+
+@on_each
+@pytest.mark.parametrize("offload", [False, True])
+def test_fully_sharded_training_learns(place: str, offload: bool) -> None:
+    if offload and place == "cpu":
+        pytest.skip("cpu_offload is for GPUs")
+    model, _ = learned(place, {"zero": {"stage": 3, "cpu_offload": offload}})
+    assert {p.to_local().device.type for p in model.parameters()} == {"cpu" if offload else place}
 
 
 @on_each
@@ -126,26 +141,6 @@ def test_decoding_replays_a_graph(place: str) -> None:
     expected = plain.generate(ids, **settings)
     for _ in range(2):  # compiled and recorded in the first
         assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected)
-
-
-@on_each
-@pytest.mark.parametrize("offload", [False, True])
-def test_fully_sharded_training_learns(place: str, offload: bool) -> None:
-    if offload and place == "cpu":
-        pytest.skip("cpu_offload is for GPUs")
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    config = {**TP1, "zero": {"stage": 3, "cpu_offload": offload}}
-    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-    ids, losses = IDS.to(place), []
-    for _ in range(6):
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0], losses
-    assert {p.to_local().device.type for p in model.parameters()} == {"cpu" if offload else place}
 
 
 @pytest.mark.tier("all")

@@ -7,8 +7,7 @@ import torch
 
 import autopar
 from tests.features.peft.adapted import whole_of
-from tests.gpu.device_ranks import sharing_a_gpu
-from tests.gpu.places import on_each
+from tests.gpu.device_ranks import on_each, sharing_a_gpu
 from tests.parity import close
 
 pytest.importorskip("bitsandbytes")

@@ -1,7 +1,4 @@
-"""Ranks that share one GPU over nccl: three training steps on every kind of mesh are the plain model's.
-
-nccl runs as between machines, by sockets of the loopback device. Without a GPU the same bodies run over gloo.
-"""
+"""Ranks that share one GPU over nccl: three training steps on every kind of mesh are the plain model's."""
 
 import copy
 import traceback
@@ -13,8 +10,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.config.sections import SCHEDULES
-from tests.gpu.device_ranks import sharing_a_gpu
-from tests.gpu.places import on_each
+from tests.gpu.device_ranks import on_each, sharing_a_gpu
 from tests.parity import close
 from tests.small import gpt2, llama
 from tests.three_steps import IDS, TOLERANCE, Case, case, mixtral, trained

@@ -1,8 +1,4 @@
-"""What training steps and decoded tokens allocate on the simulated device: from the fourth step on, the same each time.
-
-Bytes that are live behind a step, and how many allocations a step made. The check of the ranks keeps a sample of
-another weight each time (``features/rank_checks/forward.py``), of another size: it is left out.
-"""
+"""Live bytes and allocations of steps and tokens on the simulated device: the same from the fourth step on."""
 
 import functools
 import gc
@@ -24,32 +20,28 @@ from tests.tiers import mainly
 pytestmark = needs_compiler
 
 CLIPPED: dict[str, Any] = {"gradient_clipping": 1.0}
+
+
+def _on(mesh: str, **sections: Any) -> dict[str, Any]:
+    return {"model_parallelism": MESHES[mesh], **sections}
+
+
 CASES: dict[str, dict[str, Any]] = {
-    "tp": {"model_parallelism": MESHES["tp"], **CLIPPED},
-    "pp, micro-batches": {"model_parallelism": MESHES["pp"], "pipeline": {"microbatch_size": 1}, **CLIPPED},
-    "dp, zero 1": {"model_parallelism": MESHES["dp"], "zero": {"stage": 1}, **CLIPPED},
-    "tp, zero 1": {"model_parallelism": MESHES["tp"], "zero": {"stage": 1}, **CLIPPED},
-    "dp": {"model_parallelism": MESHES["dp"], **CLIPPED},
-    "tp, bf16": {"model_parallelism": MESHES["tp"], "precision": {"dtype": "bf16"}, **CLIPPED},
-    "sequence": {"model_parallelism": MESHES["sequence"], **CLIPPED},
-    "cp": {"model_parallelism": MESHES["cp"], **CLIPPED},
-    "tp, recomputed": {"model_parallelism": MESHES["tp"], "activation_checkpointing": {"enable": True}},
-    "tp, offloaded": {
-        "model_parallelism": MESHES["tp"],
-        "activation_checkpointing": {"enable": True, "cpu_checkpointing": True},
-    },
-    "dp, optimizer on the host": {
-        "model_parallelism": MESHES["dp"],
-        "zero": {"stage": 1, "optimizer_offload": True},
-        **CLIPPED,
-    },
-    "pp, interleaved": {
-        "model_parallelism": MESHES["pp"],
-        "pipeline": {"microbatch_size": 1, "schedule": "interleaved"},
-    },
-    "cp, states": {"model_parallelism": MESHES["cp"]},
-    "dp, zero 2": {"model_parallelism": MESHES["dp"], "zero": {"stage": 2}},
-    "dp, zero 3": {"model_parallelism": MESHES["dp"], "zero": {"stage": 3}},
+    "tp": _on("tp", **CLIPPED),
+    "pp, micro-batches": _on("pp", pipeline={"microbatch_size": 1}, **CLIPPED),
+    "dp, zero 1": _on("dp", zero={"stage": 1}, **CLIPPED),
+    "tp, zero 1": _on("tp", zero={"stage": 1}, **CLIPPED),
+    "dp": _on("dp", **CLIPPED),
+    "tp, bf16": _on("tp", precision={"dtype": "bf16"}, **CLIPPED),
+    "sequence": _on("sequence", **CLIPPED),
+    "cp": _on("cp", **CLIPPED),
+    "tp, recomputed": _on("tp", activation_checkpointing={"enable": True}),
+    "tp, offloaded": _on("tp", activation_checkpointing={"enable": True, "cpu_checkpointing": True}),
+    "dp, optimizer on the host": _on("dp", zero={"stage": 1, "optimizer_offload": True}, **CLIPPED),
+    "pp, interleaved": _on("pp", pipeline={"microbatch_size": 1, "schedule": "interleaved"}),
+    "cp, states": _on("cp"),
+    "dp, zero 2": _on("dp", zero={"stage": 2}),
+    "dp, zero 3": _on("dp", zero={"stage": 3}),
 }
 BUILDS: dict[str, Callable[[], Any]] = {
     "pp, interleaved": functools.partial(llama, num_hidden_layers=4),
@@ -66,21 +58,15 @@ def started(case: str) -> tuple[Any, Any]:
 
 
 def averages(case: str) -> bool:
-    """Return whether the loop averages gradients; in ZeRO's stages 2 and 3 the backward does."""
     return int(CASES[case].get("zero", {}).get("stage", 0)) < 2
 
 
 def sample(model: Any) -> list[torch.Tensor]:
-    """Return what the check of the ranks keeps of the last step; of a weight without a state here one part less."""
     return [x for x in model._autopar.dp.steps.last_shard or () if isinstance(x, torch.Tensor)]
 
 
 def live(model: Any, least: int, patience: float = 5.0) -> int:
-    """Bytes that are live on the device, without those of the check's sample.
-
-    gloo's threads let go of the tensors of a collective a moment after it is done: more than ``least`` are looked at
-    again for some seconds.
-    """
+    """Bytes that are live on the device, without those of the check's sample."""
     own, end = sum(x.nbytes for x in sample(model)), time.monotonic() + patience
     while torch.ops.sim.memory()[0] - own > least and time.monotonic() < end:
         time.sleep(0.01)
@@ -89,7 +75,6 @@ def live(model: Any, least: int, patience: float = 5.0) -> int:
 
 
 def allocations() -> int:
-    """Allocations on the device so far."""
     count: int = torch.ops.sim.memory()[2]
     return count
 

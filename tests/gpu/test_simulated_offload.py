@@ -1,7 +1,4 @@
-"""``zero: {optimizer_offload: true}``: the optimizer's state and fp32 weights lie in the CPU's memory.
-
-On the simulated device, every number is that of a step there, bit for bit: its kernels are the CPU's.
-"""
+"""``zero: {optimizer_offload: true}``: the optimizer's state and fp32 weights lie in the CPU's memory."""
 
 from pathlib import Path
 from typing import Any

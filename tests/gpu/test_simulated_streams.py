@@ -1,8 +1,4 @@
-"""Side streams, asynchronous copies and collectives on the simulated device: each use is behind a wait.
-
-autopar itself begins collectives and messages that run beside what follows, and copies that the host does not wait for;
-FSDP2 (ZeRO's stages 2 and 3) gathers and reduces on streams of its own.
-"""
+"""Side streams, asynchronous copies and collectives on the simulated device: each use is behind a wait."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,4 @@
-"""Training steps on the simulated device: what they compute, and where the host waits for the device.
-
-A step (forward, backward, average, clipping, ``optimizer.step``) waits nowhere. What does, and why, is in
-:data:`WAITS`: each entry is a file and function of autopar.
-"""
+"""Training steps on the simulated device: what they compute, and where the host waits for the device."""
 
 import copy
 import functools
@@ -38,22 +34,11 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp": {"pipeline_parallel_size": 2},
 }
 
-LABELS = "microbatch.py weights_of"
-SUMS = "digest.py sums_of_bits"
-WAITS = {
-    LABELS: "a pipeline weighs the losses of micro-batches by their labels: one wait for the counts of a batch",
-    "optimizer.py _agree": "fp16: whether a step is skipped is known to the host, as with torch's GradScaler",
-    SUMS: "around the first step: whether an optimizer changes weights past their fp32 weights; weights that are "
-    "compared in a forward of every ten",
-    "forward.py first_elements": "the same: whether a sample of a weight tells ranks apart",
-    "digest.py of_tensor": "the same: digests of inputs and of a sample; of inputs in the first three steps",
-    "forward.py _digest_of": "the same: digests of a gradient and of the optimizer's state in the last step",
-    "step.py digest_step": "replicas compare gradients and weights in the first steps, then a sample of some",
-}
+LABELS = "microbatch.py weights_of"  # a pipeline weighs the losses of micro-batches by their labels
+SUMS = "digest.py sums_of_bits"  # whether an optimizer changes weights past their fp32 weights; of every tenth forward
 
 
 def own(found: list[Wait]) -> list[str]:
-    """File and function of what autopar has waited for."""
     return [wait.function for wait in found if wait.own]
 
 
@@ -94,7 +79,6 @@ def plain_step(plain: Any, optimizer: torch.optim.Optimizer, clip: bool = True) 
 
 
 def share(model: Any) -> torch.Tensor:
-    """This replica's samples, on the device."""
     mpu = model.mpu
     return IDS.chunk(mpu.dp.size)[mpu.dp.rank].to(mpu.device)
 

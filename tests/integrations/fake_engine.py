@@ -1,8 +1,4 @@
-"""A serving engine's side of weights over HTTP: ``python fake_engine.py FOLDER FAILS_AT`` prints its port.
-
-It writes what it was called with into ``log.json``, and its weights into ``held.pickle`` when they are complete. The
-update of that number is answered by an error.
-"""
+"""A serving engine's side of weights over HTTP: ``python fake_engine.py FOLDER FAILS_AT`` prints its port."""
 
 import json
 import math

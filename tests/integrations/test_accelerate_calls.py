@@ -1,6 +1,7 @@
-"""A script that was written for accelerate, around a parallelized model: what it counts is what one process counts."""
+"""Scripts with accelerate around a parallelized model, and the recipe without its loaders and DDP."""
 
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,9 @@ import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
 from tests.integrations.runs import Sequences
-from tests.integrations.test_accelerate import accelerator_of, grouped
 from tests.parity import close
 from tests.pool import pooled
-from tests.small import gpt2
+from tests.small import gpt2, grouped
 from tests.worlds import raises_everywhere
 
 PARALLEL = {"model_parallelism": {"tensor_parallel_size": 2}}
@@ -36,7 +36,7 @@ def train_and_count() -> None:
     """A script as accelerate's guide has it: nothing of autopar but ``initialize``."""
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     replicas = dist.get_world_size() // 2
-    plain = grouped()
+    plain = grouped().train()
     model = autopar.initialize(copy.deepcopy(plain), PARALLEL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = steps_of(optimizer)
@@ -102,7 +102,6 @@ def test_a_script_with_replicas() -> None:
 
 @pooled(world_size=4)
 def test_what_counts_processes_counts_replicas() -> None:
-    """Functions beside the accelerator, too; what is about processes stays so."""
     accelerator = accelerator_of()
     from accelerate import PartialState, utils
 
@@ -144,7 +143,6 @@ def test_what_counts_processes_counts_replicas() -> None:
 
 @pooled(world_size=4)
 def test_a_schedule_steps_with_the_optimizer_of_the_model() -> None:
-    """Prepared before the model, with another length, in split batches; that of another model steps for all ranks."""
     accelerator = accelerator_of()
     plain = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
     model = gpt2()
@@ -163,12 +161,10 @@ def test_a_schedule_steps_with_the_optimizer_of_the_model() -> None:
     lone.split_batches = True
     lone.step()
     assert lone.scheduler.last_epoch == 3
-    model.mpu.destroy()
 
 
 @pooled(world_size=4)
 def test_a_model_that_shares_weights_only_within_its_replica() -> None:
-    """LocalSGD averages each shard over the ranks that hold it."""
     accelerator = accelerator_of()
     from accelerate.local_sgd import LocalSGD
 
@@ -196,7 +192,6 @@ def test_a_model_that_shares_weights_only_within_its_replica() -> None:
         for first, second in zip(both[0].parameters(), plain.parameters(), strict=True):
             second.add_(first).div_(2)
     same_weights(model, plain, 1e-5, "averaged")
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -204,7 +199,7 @@ def test_what_accelerate_would_get_wrong_is_refused(tmp_path: Any) -> None:
     from accelerate.utils import DistributedType
 
     accelerator = accelerator_of()
-    model = autopar.initialize(grouped(), PARALLEL)
+    model = autopar.initialize(grouped().train(), PARALLEL)
     model = accelerator.prepare(model)
     loader = autopar.prepare_dataloader(Sequences(), 2, mpu=model.mpu)
     with raises_everywhere(ConfigError, "which is already sharded over 1 replicas\n  Do not pass it to prepare"):
@@ -230,4 +225,68 @@ def test_what_accelerate_would_get_wrong_is_refused(tmp_path: Any) -> None:
     ):
         with pytest.raises(ConfigError, match="save_parallelized"):
             save()
-    model.mpu.destroy()
+
+
+def accelerator_of(**settings: Any) -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    accelerator = accelerate.Accelerator(cpu=True, **settings)
+    assert accelerator.state.num_processes == dist.get_world_size()
+    return accelerator
+
+
+@pooled(world_size=4)
+def test_the_recipe_is_the_plain_loop() -> None:
+    for precision, tolerance in (("no", 1e-5), ("bf16", 0.02)):
+        accelerator = accelerator_of(
+            gradient_accumulation_steps=2, mixed_precision=precision, step_scheduler_with_optimizer=False
+        )
+        plain = grouped().train()
+        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loader = autopar.prepare_dataloader(Sequences(), batch_size=2, mpu=model.mpu)
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+        norms, losses = [], []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                losses.append(loss.detach())
+                if accelerator.sync_gradients:
+                    autopar.average_gradients(model)
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    scheduler.step()
+                optimizer.zero_grad()
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        halving = torch.optim.lr_scheduler.StepLR(reference, 1, 0.5)
+        batches = [[*autopar.prepare_dataloader(Sequences(), 2, mpu=Place(rank))] for rank in range(2)]
+        for step in range(2):
+            for number in (2 * step, 2 * step + 1):
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                    both = [plain(**batches[rank][number]).loss for rank in range(2)]
+                (sum(both) / 4).backward()
+                close(losses[number], both[model.mpu.dp.rank].detach(), f"loss {number} {precision}", tolerance)
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            close(norms[step], norm, f"norm {step} {precision}", tolerance)
+            reference.step()
+            halving.step()
+            reference.zero_grad()
+        assert scheduler.get_last_lr() == halving.get_last_lr() == [0.025]
+        same_weights(model, plain, tolerance, precision)
+        model.mpu.destroy()
+
+
+class Place:
+    """An mpu as far as a loader asks it: replica ``rank`` of two."""
+
+    is_master = False
+
+    def __init__(self, rank: int) -> None:
+        self.dp = type("Axis", (), {"rank": rank, "size": 2})

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, GPTBigCodeConfig, GPTBigCodeForCa
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
-from tests.deepspeed_package import need_deepspeed, put_on_path
+from tests.fetched_packages import need_package, put_on_path
 from tests.parity import close, language_batches
-from tests.small import gpt2, llama
+from tests.small import gpt2, grouped
 from tests.worlds import distributed
 
 LIMIT = 0.5
@@ -25,7 +25,7 @@ LIMIT = 0.5
 
 def start() -> Any:
     """DeepSpeed, with none of its own operations."""
-    put_on_path()
+    put_on_path("deepspeed")
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
     warnings.simplefilter("ignore")  # its own
     import deepspeed
@@ -47,10 +47,6 @@ def engine_of(deepspeed: Any, model: Any, stage: int, **changes: Any) -> Any:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     return deepspeed.initialize(model=model, optimizer=optimizer, mpu=mpu, config=config)[0]
-
-
-def grouped() -> Any:
-    return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True)
 
 
 def fused() -> Any:
@@ -102,10 +98,7 @@ def refuse(deepspeed: Any) -> None:
         ({"zero_optimization": {"stage": 1}}, r"heads of transformer\.h\.0\.attn\.c_attn\.weight several times"),
         ({"bf16": {"enabled": True}}, r"FP16_UnfusedOptimizer \(half(.|\n)*first rank only(.|\n)*stage 1 or 2"),
         ({"zero_optimization": {"stage": 3}}, "must keep the shape of its shard"),
-        (
-            {"mpu": None},
-            r"deepspeed.initialize requires mpu= for(.|\n)*deepspeed\.initialize\(model=model, mpu=model",
-        ),
+        ({"mpu": None}, r"deepspeed.initialize requires mpu= for(.|\n)*deepspeed\.initialize\(model=model, mpu=model"),
     ):
         build = fused if "several times" in error else grouped
         model = autopar.initialize(build().train(), {"model_parallelism": {"tensor_parallel_size": 2}})
@@ -132,7 +125,7 @@ def run_page(code: str) -> None:
 
 @pytest.mark.tier("all")
 def test_the_block_of_the_page_runs_as_printed() -> None:
-    need_deepspeed()
+    need_package("deepspeed")
     page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
     (block,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "deepspeed.initialize" in each]
     run_page(block)
@@ -140,5 +133,5 @@ def test_the_block_of_the_page_runs_as_printed() -> None:
 
 @pytest.mark.tier("all")
 def test_losses_norms_and_weights_are_the_plain_models() -> None:
-    need_deepspeed()
+    need_package("deepspeed")
     train()

@@ -105,9 +105,6 @@ def test_two_replicas_sample_as_two_processes_do(tmp_path, which):
     on_four_ranks(tmp_path, RUNS[which])
 
 
-# -- what is the same on the ranks of a replica ------------------------------------------------------------------------
-
-
 def lucky(completions, **others):
     """Rewards that every process draws for itself."""
     return [float(byte) for byte in os.urandom(len(completions))]
@@ -182,9 +179,6 @@ def resumed(folder):
 def test_ranks_of_a_replica(tmp_path):
     save_model(tmp_path)
     on_two_ranks_of_a_replica(tmp_path)
-
-
-# -- in one process ----------------------------------------------------------------------------------------------------
 
 
 def arguments(**changes):

@@ -13,12 +13,8 @@ from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_gradients, same_weights
 from tests.parity import close, language_batches
 from tests.pool import pooled
-from tests.small import gpt2, llama, parallel
+from tests.small import gpt2, grouped, parallel
 from tests.worlds import distributed, raises_everywhere
-
-
-def grouped():
-    return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True)
 
 
 def with_gradients(build, tp=2, **config):
@@ -37,7 +33,6 @@ def gradients(model):
 
 @distributed(world_size=2)
 def test_functions_that_were_imported_before_are_right() -> None:
-    """Of a process in which nothing was parallelized before."""
     assert imported_before is torch.nn.utils.clip_grad_norm_
     plain, model = with_gradients(gpt2)
     assert imported_before is torch.nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad.clip_grad_norm_
@@ -140,7 +135,6 @@ def test_a_stage_without_any_of_the_parameters_takes_part() -> None:
         torch.nn.utils.clip_grad_norm_([], 1.0)
     other.mpu.destroy()
     assert torch.nn.utils.clip_grad_norm_([], 1.0) == 0
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)

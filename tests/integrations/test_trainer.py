@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 from autopar.errors import ConfigError, ShardWarning
 from tests.exchange import everyones
@@ -26,7 +26,9 @@ from tests.integrations.runs import (
     samples,
 )
 from tests.pool import pooled
+from tests.random_models import small
 from tests.small import llama
+from tests.tiers import rows
 from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
@@ -67,10 +69,6 @@ def run_on_one_process(folder):
             one_process(folder, name, model_of(name), **changes)
 
 
-def config(tp, pp=1, cp=1, **more):
-    return {"tp": tp, "pp": pp, "cp": cp, **more}
-
-
 def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **changes):
     from autopar.integrations import ParallelTrainer
 
@@ -82,98 +80,66 @@ def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **
         eval_dataset=samples(21, 1),
         data_collator=collator,
         compute_metrics=metrics,
-        parallel_config=config(tp, pp, **(parallel or {})),
+        parallel_config={"tp": tp, "pp": pp, **(parallel or {})},
     )
 
 
-def compare(folder, name, tp, pp, **parallel):
-    trainer = trainer_of(folder / "run", tp, pp, model_of(name), parallel=parallel, **MODES[name])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ShardWarning)
-        trainer.train()
-        mine = facts(trainer, trainer.evaluate())
-    assert_same(mine, json.loads((folder / f"{name}.json").read_text()))
-    merged = folder / f"merged-{name}-{dist.get_world_size()}-{tp}-{pp}-{parallel}"
-    trainer.save_model(str(merged))
-    if dist.get_rank() == 0:
-        assert_same_weights(AutoModelForCausalLM.from_pretrained(merged), folder, name)
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("name", [name for name in MODES if "mixture" not in name])
-def test_tensor_parallel(folder, name):
-    on_two_ranks(folder, name, 2, 1)
-
-
-@pooled(world_size=2)
-def on_two_ranks(folder, name, tp, pp):
+def compare(folder, name, parallel):
+    tp, pp = parallel.get("tp", 1), parallel.get("pp", 1)
+    merged = folder / f"merged-{name}-{dist.get_world_size()}-{parallel}"
     with launched():
-        compare(folder, name, tp, pp)
+        trainer = trainer_of(folder / "run", tp, pp, model_of(name), parallel=parallel, **MODES[name])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ShardWarning)
+            trainer.train()
+            mine = facts(trainer, trainer.evaluate())
+        assert_same(mine, json.loads((folder / f"{name}.json").read_text()))
+        trainer.save_model(str(merged))
+        if dist.get_rank() == 0:
+            assert_same_weights(AutoModelForCausalLM.from_pretrained(merged), folder, name)
 
 
-@pooled(world_size=4)
-def on_four_ranks(folder, name, tp, pp, parallel):
-    with launched():
-        compare(folder, name, tp, pp, **parallel)
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("name", ["plain", "smoothed", "matrices"])
-def test_tensor_and_data_parallel(folder, name):
-    on_four_ranks(folder, name, 2, 1, {})
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("pp", [1, 2])
-def test_context_parallel(folder, pp):
-    """Over two replicas, or two stages: context ranks read one replica's batches, and count once."""
-    on_four_ranks(folder, "plain", 1, pp, {"cp": 2})
-
-
-@pytest.mark.tier("all")
-def test_stages(folder):
-    on_two_ranks(folder, "plain", 1, 2)
-
-
-@pytest.mark.tier("all")
-def test_tensor_parallel_stages(folder):
-    on_four_ranks(folder, "plain", 2, 2, {})
-
-
-LATER = pytest.mark.tier("sweep")
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize(
-    ("stage", "tp", "pp"),
-    [(1, 2, 1), (3, 2, 1), (2, 1, 2), pytest.param(2, 2, 1, marks=LATER), pytest.param(3, 1, 2, marks=LATER)],
+ON_TWO = rows(
+    all=[("plain", {"tp": 2}), ("plain", {"pp": 2})],
+    sweep=[(name, {"tp": 2}) for name in ("smoothed", "matrices", "epochs")],
 )
-def test_zero(folder, stage, tp, pp):
-    on_four_ranks(folder, "plain", tp, pp, {"zero": {"stage": stage}})
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
+ON_FOUR = rows(
+    all=[
+        ("plain", {"tp": 2}),
+        ("plain", {"tp": 2, "pp": 2}),
+        ("plain", {"cp": 2}),  # context ranks read one replica's batches, and count once
+        ("plain", {"tp": 2, "zero": {"stage": 1}}),
         ("mixture", {"ep": 2}),
+    ],
+    sweep=[
+        *((name, {"tp": 2}) for name in ("smoothed", "matrices")),
+        ("plain", {"cp": 2, "pp": 2}),
+        *(("plain", {axis: 2, "zero": {"stage": stage}}) for stage in (2, 3) for axis in ("tp", "pp")),
         ("matrices of a mixture", {"ep": 2, "zero": {"stage": 1}}),
         ("mixture", {"tp": 2, "ep": 4, "zero": {"stage": 3}}),
     ],
 )
-def test_experts_of_several_replicas(folder, name, config):
-    on_four_ranks(folder, name, config.get("tp", 1), 1, config)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("name", "parallel"), ON_TWO)
+@pooled(world_size=2)
+def test_on_two_ranks(folder, name, parallel):
+    compare(folder, name, parallel)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("name", "parallel"), ON_FOUR)
+@pooled(world_size=4)
+def test_on_four_ranks(folder, name, parallel):
+    compare(folder, name, parallel)
 
 
 def classifier():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 36, "num_hidden_layers": 2}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(vocab_size=131, num_labels=3, **sizes, **dropout))
+    return small("bert", "BertForSequenceClassification")
 
 
 def classes(rows):
-    """Samples with one label each."""
     padded = collate(rows)
     return {**padded, "labels": padded["input_ids"].sum(-1) % 3}
 
@@ -220,7 +186,7 @@ def streamed(folder, tp):
     with launched():
         args = arguments(folder, 2 // tp, max_steps=4, activation_checkpointing=True)
         trainer = ParallelTrainer(
-            llama(), args, train_dataset=Stream(), data_collator=collate, parallel_config=config(tp)
+            llama(), args, train_dataset=Stream(), data_collator=collate, parallel_config={"tp": tp}
         )
         assert trainer.model.is_activation_checkpointing
         trainer.train()
@@ -236,14 +202,12 @@ def streamed(folder, tp):
 
 @pytest.mark.tier("all")
 def test_streams_and_recomputed_activations(tmp_path):
-    """Two replicas take the batches that one takes."""
     streamed(tmp_path, 2)
     streamed(tmp_path, 1)
 
 
 @pooled(world_size=4)
 def test_workers_of_a_replica_are_seeded_alike(tmp_path):
-    """Their random augmentations are those of one batch, which the ranks of a replica share."""
     with launched():
         trainer = trainer_of(tmp_path, 2, dataloader_num_workers=1)
         worker = trainer.get_train_dataloader().base_dataloader.worker_init_fn

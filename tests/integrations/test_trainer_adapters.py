@@ -21,7 +21,6 @@ MODES = {"plain": {}, "smoothed": {"label_smoothing_factor": 0.1, "train_samplin
 
 
 def adapted(seed=0, **changes):
-    """Adapters on all linear layers; the head is trained as a whole."""
     return with_lora(llama(seed, **changes), target_modules="all-linear", modules_to_save=["lm_head"])
 
 
@@ -55,13 +54,8 @@ def compare(folder, name, tp, pp=1, **changes):
         assert_same_weights(peft.PeftModel.from_pretrained(llama(), saved), folder, name)
 
 
-@pytest.mark.tier("all")
-def test_replicas_and_stages(folder):
-    on_four_ranks(folder)
-
-
 @pooled(world_size=4)
-def on_four_ranks(folder):
+def test_replicas_and_stages(folder):
     with launched():
         compare(folder, "smoothed", 2)
         compare(folder, "plain", 2, 2)
@@ -69,7 +63,6 @@ def on_four_ranks(folder):
 
 @pooled(world_size=2)
 def test_folders_and_going_on(tmp_path: Path):
-    """Folders are those of plain PEFT; resumed bit for bit; the best adapters come from shards or PEFT's files."""
     with launched():
         model = adapted(attention_dropout=0.2)
         trainer = trainer_of(tmp_path / "run", 2, 1, model, **SAVED)

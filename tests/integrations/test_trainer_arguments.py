@@ -1,20 +1,20 @@
 """What a parallel trainer takes and refuses: precision, sizes, models that are parallelized already, arguments."""
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from transformers import Trainer
 
 import autopar
 from autopar.errors import ConfigError
 from tests.integrations.runs import arguments, collate, history, launched, metrics, samples
-from tests.integrations.test_trainer import config, trainer_of
+from tests.integrations.test_trainer import trainer_of
 from tests.pool import pooled
+from tests.scripts import printed
 from tests.small import llama
 from tests.worlds import raises_everywhere
 
@@ -56,7 +56,6 @@ def test_half_precision(tmp_path, dtype):
 
 @pooled(world_size=2)
 def test_fp16_skips_a_step_that_overflows(tmp_path):
-    """The scheduler waits, the step counts, and the folder keeps the loss scale."""
     with launched():
         scale = {"precision": {"dtype": "fp16", "initial_scale": 2.0**24, "hysteresis": 1}}
         trainer = trainer_of(tmp_path, 2, fp16=True, parallel=scale, save_strategy="steps", save_steps=6)
@@ -75,17 +74,17 @@ def test_a_model_that_is_parallelized_already(tmp_path):
         from autopar.integrations import ParallelTrainer
 
         given = trainer_of(tmp_path, 2)
-        model = autopar.initialize(llama(), config(2))
+        model = autopar.initialize(llama(), {"tp": 2})
         both = {"train_dataset": samples(40), "data_collator": collate, "args": arguments(tmp_path, 1)}
         trainer = ParallelTrainer(model, **both)
         assert trainer.label_names == given.label_names == ["labels"]
         assert trainer.model_accepts_loss_kwargs
         assert torch.equal(losses(trainer), losses(given))
         with raises_everywhere(ConfigError, "is already parallelized", "Remove parallel_config"):
-            ParallelTrainer(model, **both, parallel_config=config(2))
+            ParallelTrainer(model, **both, parallel_config={"tp": 2})
         other, plain = llama(), arguments(tmp_path, 1)
         optimizer = torch.optim.AdamW(other.parameters())
-        other, optimizer = autopar.initialize(other, config(2, zero={"stage": 1}), optimizer=optimizer)
+        other, optimizer = autopar.initialize(other, {"tp": 2, "zero": {"stage": 1}}, optimizer=optimizer)
         with raises_everywhere(ConfigError, "together with an optimizer", "optimizers=(optimizer, None)"):
             ParallelTrainer(other, plain)
         with raises_everywhere(ConfigError, "args request bf16", "precision.dtype=fp32"):
@@ -101,7 +100,7 @@ def test_the_plain_trainer_evaluates_and_names_this_one_to_train(tmp_path):
     with torch.no_grad():
         predicted = SimpleNamespace(predictions=llama().eval()(**batch).logits, label_ids=batch["labels"].numpy())
     with launched():
-        model = autopar.initialize(llama(), config(2))
+        model = autopar.initialize(llama(), {"tp": 2})
         settings = arguments(tmp_path, 2)
         trainer = Trainer(model, settings, collate, train_dataset=samples(8), compute_metrics=metrics)
         found = trainer.evaluate(rows)
@@ -137,37 +136,18 @@ def test_sizes_of_accelerate(tmp_path):
             with raises_everywhere(ConfigError, text):
                 ParallelTrainer(llama(), arguments(tmp_path, 2), parallel_config=sizes)
         with raises_everywhere(ConfigError, "are both given"):
-            ParallelTrainer(llama(), args, parallel_config=config(2))
+            ParallelTrainer(llama(), args, parallel_config={"tp": 2})
 
 
-REFUSED = {
-    "auto_find_batch_size": {"auto_find_batch_size": True},
-    "fp16_full_eval is not supported: use precision: {dtype: fp16}": {"fp16_full_eval": True},
-    "bf16_full_eval": {"bf16_full_eval": True},
-    "save_on_each_node": {"save_on_each_node": True},
-    "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
-    "compile: {enable: true}": {"torch_compile": True, "torch_compile_backend": "eager"},
-    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
-    "even_batches": {"accelerator_config": {"even_batches": False}},
-    "eval_use_gather_object": {"eval_use_gather_object": True},
-    "args request bf16, but precision.dtype=fp16": {"bf16": True, "parallel": {"precision": {"dtype": "fp16"}}},
-    "gradient_clipping=2 must equal args.max_grad_norm=0.5": {"parallel": {"gradient_clipping": 2.0}},
-    "args.optim=galore_adamw_layerwise": {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"},
-    "args.optim=lomo": {"optim": "lomo"},
-}
-IN_STAGES = {
-    "label_smoothing_factor=0.1 is not supported with pipeline_parallel_size=2": {"label_smoothing_factor": 0.1},
-    "neftune_noise_alpha is not supported with pipeline_parallel_size=2": {"neftune_noise_alpha": 1.0},
-}
+DATA = yaml.safe_load(Path(__file__).with_name("refused_arguments.yaml").read_text())
 
 
 @pooled(world_size=2)
 def test_what_is_refused(tmp_path):
-    """Each with its reason, before the model is changed."""
     with launched():
         from autopar.integrations import ParallelTrainer
 
-        for text, changes in REFUSED.items():
+        for text, changes in DATA["refused"].items():
             model = llama()
             with raises_everywhere(ConfigError, text):
                 trainer_of(tmp_path, 2, model=model, **changes).train()
@@ -178,10 +158,10 @@ def test_what_is_refused(tmp_path):
             ParallelTrainer(
                 model,
                 arguments(tmp_path, 1),
-                parallel_config=config(2, zero={"stage": 3}),
+                parallel_config={"tp": 2, "zero": {"stage": 3}},
                 optimizers=(torch.optim.Muon(matrices), None),
             )
-        for text, changes in IN_STAGES.items():
+        for text, changes in DATA["in_stages"].items():
             with raises_everywhere(ConfigError, text, "Use tensor parallelism"):
                 trainer_of(tmp_path, 1, 2, **changes)
         model = llama()
@@ -198,9 +178,9 @@ def test_what_is_refused(tmp_path):
             args = arguments(tmp_path, 1)
             setattr(args, name, True)
             with raises_everywhere(ConfigError, f"args.{name}"):
-                ParallelTrainer(llama(), args, parallel_config=config(2))
+                ParallelTrainer(llama(), args, parallel_config={"tp": 2})
         with raises_everywhere(ConfigError, "model_init="):
-            ParallelTrainer(model_init=llama, args=arguments(tmp_path, 1), parallel_config=config(2))
+            ParallelTrainer(model_init=llama, args=arguments(tmp_path, 1), parallel_config={"tp": 2})
         with raises_everywhere(ConfigError, "does not divide"):
             trainer_of(tmp_path, 3)
         trainer = trainer_of(tmp_path, 2)
@@ -213,7 +193,6 @@ def test_what_is_refused(tmp_path):
 
 @pooled(world_size=2)
 def test_a_loop_that_uses_the_accelerator(tmp_path):
-    """What callbacks and other trainers ask of it."""
     with launched():
         trainer = trainer_of(tmp_path, 2)
         accelerator = trainer.accelerator
@@ -232,7 +211,7 @@ def test_the_package_alone_imports_none_of_it():
         "import sys, autopar, autopar.integrations; dir(autopar.integrations)\n"
         "assert not {'accelerate', 'transformers.trainer', 'trl'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    assert printed("-c", code) == ""
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="counts processes by their GPUs")

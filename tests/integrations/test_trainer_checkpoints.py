@@ -1,4 +1,4 @@
-"""Folders of a parallel trainer: transformers' own layout; training goes on bit for bit, and on another mesh."""
+"""Folders of a parallel trainer and runs that go on from them; callbacks that do something on one rank."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, ConsistencyError
 from tests.integrations.runs import arguments, collate, history, launched, samples
 from tests.integrations.test_trainer import trainer_of
 from tests.pool import pooled
-from tests.small import llama
+from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
@@ -54,7 +54,6 @@ def loss_of(model):
 
 @pooled(world_size=4)
 def test_folders_and_going_on(tmp_path):
-    """Layout, limit, best model, callbacks; then resumed from the middle, and the best of both."""
     with launched():
         out = tmp_path / "run"
         trainer = trainer_of(out, 2, 1, dropping(), save_total_limit=2, **SAVED)
@@ -94,7 +93,6 @@ def test_folders_and_going_on(tmp_path):
 
 @pooled(world_size=2)
 def test_muon_in_shards_goes_on_with_whole_matrices(tmp_path):
-    """The momentum is the same in each; bit for bit."""
     with launched():
         from autopar.integrations import ParallelTrainer
 
@@ -145,7 +143,6 @@ def go_on_elsewhere(folder, tp, pp):
 
 @pooled(world_size=2)
 def test_the_model_alone(tmp_path):
-    """``save_only_model``: the best one is loaded, and nothing can be resumed."""
     with launched():
         trainer = trainer_of(tmp_path, 2, 1, save_only_model=True, **SAVED)
         trainer.train()
@@ -154,3 +151,89 @@ def test_the_model_alone(tmp_path):
         assert abs(loss_of(LlamaForCausalLM.from_pretrained(best)) - loss_of(trainer.model)) < 1e-5
         with raises_everywhere(CheckpointError, "has no optimizer_shards", "from_pretrained(folder)"):
             trainer.train(resume_from_checkpoint=str(best))
+
+
+pytest.importorskip("accelerate")
+
+
+class SetFlags(TrainerCallback):
+    """Set flags in an event of the third step, on rank 1 or on all ranks; note the steps that evaluate and save."""
+
+    def __init__(self, event: str, flags: list[str], everywhere: bool) -> None:
+        self.seen: list[tuple[str, int]] = []
+        if everywhere or dist.get_rank() == 1:
+            setattr(self, event, lambda *args, **kwargs: self.set_flags(flags, *args))
+
+    def set_flags(self, flags, args, state, control):
+        for flag in flags if state.global_step >= 2 else ():
+            setattr(control, flag, True)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.seen.append(("evaluated", state.global_step))
+
+    def on_save(self, args, state, control, **kwargs):
+        self.seen.append(("saved", state.global_step))
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.seen.append(("epoch", state.global_step))
+
+
+def run(folder, tp, event, flags, everywhere):
+    trainer = trainer_of(folder, tp, logging_strategy="no", max_steps=4)
+    callback = SetFlags(event, flags, everywhere)
+    trainer.add_callback(callback)
+    trainer.train()
+    weights = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    return trainer.state.global_step, callback.seen, weights
+
+
+@pooled(world_size=2)
+def test_flags_of_one_rank(tmp_path):
+    cases = [
+        (1, "on_substep_end", ["should_training_stop"], 2),
+        (2, "on_step_begin", ["should_epoch_stop"], 2),
+        (1, "on_step_end", ["should_evaluate", "should_save", "should_log"], 4),
+    ]
+    for number, (tp, event, flags, steps) in enumerate(cases):
+        with launched():
+            alone, together = (
+                run(tmp_path / f"{number}-{everywhere}", tp, event, flags, everywhere) for everywhere in (False, True)
+            )
+        assert alone[:2] == together[:2] and alone[0] == steps, (event, flags, alone[:2], together[:2])
+        assert all(bool((alone[2][name] == weight).all()) for name, weight in together[2].items()), (event, flags)
+
+
+@pooled(world_size=2)
+def test_a_stop_after_an_evaluation_on_one_rank(tmp_path):
+    with launched():
+        trainer = trainer_of(tmp_path, 1, logging_strategy="no", eval_strategy="steps", eval_steps=2)
+        callback = SetFlags("on_evaluate", ["should_training_stop"], everywhere=False)
+        trainer.add_callback(callback)
+        trainer.train()
+        assert trainer.state.global_step == 2
+
+
+class Draw(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2 and dist.get_rank() == 0:
+            torch.rand(1)
+
+
+@pooled(world_size=2)
+def test_a_random_number_of_one_rank(tmp_path):
+    for dropout in (0.0, 0.2):
+        with launched():
+            runs = []
+            for drawn in (False, True):
+                model = gpt2(attn_pdrop=dropout, resid_pdrop=dropout)
+                trainer = trainer_of(tmp_path, 2, model=model)
+                if drawn:
+                    trainer.add_callback(Draw())
+                    torch.rand(dist.get_rank())
+                if drawn and dropout:
+                    with raises_everywhere(ConsistencyError, "random state of torch: rank 0:", "Seed all ranks"):
+                        trainer.train()
+                else:
+                    trainer.train()
+                    runs.append(history(trainer))
+            assert runs[0] == runs[-1] and len(runs[0]) == 6

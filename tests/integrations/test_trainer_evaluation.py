@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 from transformers.trainer_utils import EvalPrediction
 
 from tests.integrations.runs import BATCH, arguments, collate, launched, metrics, samples
 from tests.pool import pooled
+from tests.random_models import small
 from tests.small import llama
 
 pytest.importorskip("accelerate")
@@ -38,12 +38,6 @@ def folder(tmp_path_factory):
 def on_one_process(folder):
     with launched():
         evaluate_all(folder, 1, 1)
-
-
-@pooled(world_size=4)
-def on_four_ranks(folder, tp, pp):
-    with launched():
-        evaluate_all(folder, tp, pp)
 
 
 def evaluate_all(folder, tp, pp):
@@ -128,9 +122,7 @@ def evaluate(folder, tp, pp, count, choose=False, **changes):
 
 def classify(folder, tp, pp):
     """A model whose loss is a mean over samples, whatever the number of items."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 36, "num_hidden_layers": 2}
-    model = BertForSequenceClassification(BertConfig(vocab_size=131, num_labels=3, **sizes))
+    model = small("bert", "BertForSequenceClassification")
     rows = [{"input_ids": row["input_ids"], "labels": torch.tensor(i % 3)} for i, row in enumerate(samples(11, 2))]
 
     def pad(batch):
@@ -149,11 +141,7 @@ def generate(folder, tp, sections=None):
     """Greedy tokens of an encoder-decoder."""
     from transformers import Seq2SeqTrainingArguments
 
-    torch.manual_seed(0)
-    sizes = {"d_model": 24, "d_kv": 4, "num_heads": 6, "d_ff": 36, "num_layers": 2}
-    model = T5ForConditionalGeneration(
-        T5Config(vocab_size=131, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, **sizes)
-    )
+    model = small("t5", "T5ForConditionalGeneration")
     replicas = dist.get_world_size() // tp
     args = Seq2SeqTrainingArguments(
         output_dir=str(folder / "run"),
@@ -175,11 +163,9 @@ def generate(folder, tp, sections=None):
     }
 
 
-@pytest.mark.tier("all")
-def test_tensor_and_data_parallel(folder):
-    on_four_ranks(folder, 2, 1)
-
-
-@pytest.mark.tier("all")
-def test_tensor_parallel_stages(folder):
-    on_four_ranks(folder, 2, 2)
+@pytest.mark.every_case
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+@pooled(world_size=4)
+def test_on_four_ranks(folder, tp, pp):
+    with launched():
+        evaluate_all(folder, tp, pp)

@@ -6,50 +6,43 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.nn.functional import cross_entropy
-from transformers import BertConfig, T5Config, T5ForConditionalGeneration, Trainer, Wav2Vec2Config, Wav2Vec2ForCTC
+from transformers import Trainer, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import autopar
 from autopar.errors import ShardWarning
 from tests.integrations.runs import arguments, collate, history, launched, samples
 from tests.parity import close
 from tests.pool import pooled
+from tests.random_models import small
 from tests.small import llama
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.together  # what one process trains is made once
 
-SIZES = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 36, "num_hidden_layers": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
 
 def bert(kind: str) -> Any:
-    torch.manual_seed(0)
-    labels = 2 if kind == "QuestionAnswering" else 5
-    return getattr(transformers, f"BertFor{kind}")(BertConfig(vocab_size=131, num_labels=labels, **SIZES, **NO_DROPOUT))
+    return small("bert", f"BertFor{kind}")
 
 
 def t5() -> Any:
-    torch.manual_seed(0)
-    sizes = {"d_model": 24, "d_kv": 4, "num_heads": 6, "d_ff": 36, "num_layers": 1, "dropout_rate": 0.0}
-    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-    return T5ForConditionalGeneration(T5Config(vocab_size=131, **sizes, **tokens))
+    return small("t5", "T5ForConditionalGeneration")
 
 
 def wav2vec2() -> Any:
     torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 36, "num_hidden_layers": 2}
     sound = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,), "num_feat_extract_layers": 1}
     positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
     rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
     off = dict.fromkeys((*rates, "layerdrop", "mask_time_prob"), 0.0)
-    config = Wav2Vec2Config(vocab_size=131, ctc_loss_reduction="sum", **SIZES, **sound, **positions, **off)
+    config = Wav2Vec2Config(vocab_size=131, ctc_loss_reduction="sum", **sizes, **sound, **positions, **off)
     return Wav2Vec2ForCTC(config)
 
 
 def classes(rows: Any) -> dict[str, torch.Tensor]:
     batch = collate(rows)
-    return {**batch, "labels": torch.where(batch["labels"] == -100, -100, batch["labels"] % 5)}
+    return {**batch, "labels": torch.where(batch["labels"] == -100, -100, batch["labels"] % 3)}
 
 
 def spans(rows: Any) -> dict[str, torch.Tensor]:
@@ -191,23 +184,12 @@ def test_replicas_weigh_by_their_labels(folder, name):
     compare(folder, name, {}, 2)
 
 
-@pooled(world_size=2)
-def on_two_ranks(folder, name, mesh):
-    compare(folder, name, mesh, 2)
-
-
-@pooled(world_size=4)
-def on_four_ranks(folder, name, mesh):
-    compare(folder, name, mesh, 2)
-
-
-@pytest.mark.tier("all")
 @pytest.mark.parametrize(("name", "stage"), [("masked", 3), ("t5", 2), ("masked", 1)])
+@pooled(world_size=2)
 def test_zero(folder, name, stage):
-    on_two_ranks(folder, name, {"zero": {"stage": stage}})
+    compare(folder, name, {"zero": {"stage": stage}}, 2)
 
 
-@pytest.mark.tier("all")
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -217,21 +199,16 @@ def test_zero(folder, name, stage):
         ("t5", {"cp": 2}),
     ],
 )
+@pooled(world_size=4)
 def test_other_axes(folder, name, mesh):
-    on_four_ranks(folder, name, mesh)
-
-
-@pytest.mark.tier("all")
-def test_evaluation_where_each_replica_trains_by_its_own_mean(tmp_path):
-    """``eval_loss`` of the weights that the run has is that of one process."""
-    by_own_means(tmp_path)
+    compare(folder, name, mesh, 2)
 
 
 @pooled(world_size=2)
-def by_own_means(folder):
+def test_evaluation_where_each_replica_trains_by_its_own_mean(tmp_path):
     for case in APART_CASES.values():
         with launched():
-            trainer = trained(folder / "run", (*case[:2], {**case[2], "max_steps": 1}), {}, 2)
+            trainer = trained(tmp_path / "run", (*case[:2], {**case[2], "max_steps": 1}), {}, 2)
             model = llama()
             model.load_state_dict(autopar.deparallelize(trainer.model).state_dict())
             padded, loss = [collate(samples(9, 1)[start : start + 4]) for start in range(0, 9, 4)], 0.0
@@ -240,13 +217,8 @@ def by_own_means(folder):
             assert abs(evaluated(trainer)[-1] - loss) < 1e-5, (evaluated(trainer), loss)
 
 
-@pytest.mark.tier("all")
-def test_a_loss_that_no_number_of_labels_weighs_warns():
-    warned()
-
-
 @pooled(world_size=2)
-def warned():
+def test_a_loss_that_no_number_of_labels_weighs_warns():
     class Mean:
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])

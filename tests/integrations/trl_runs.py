@@ -101,13 +101,7 @@ def config(tp: int, **others: Any) -> dict[str, Any]:
 
 
 def trainer_of(kind: str, folder: Path, parallel: Any = None, plain: Any = None, **changes: Any) -> Any:
-    """Make a trainer of TRL.
-
-    Args:
-        parallel: the config of a parallel one.
-        plain: a class that derives from TRL's.
-        changes: arguments, or what the trainer itself is given (:data:`OWN`).
-    """
+    """Make a trainer of TRL."""
     import trl
     from trl.experimental import online_dpo
 

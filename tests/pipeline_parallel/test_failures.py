@@ -16,8 +16,7 @@ from autopar.features.megatron.schedules import get_forward_backward_func
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled
-from tests.rows import rows
-from tests.tiers import mainly
+from tests.tiers import mainly, rows
 from tests.timeouts import TIMEOUT, hurry, say, told_at_once, wait_for
 from tests.worlds import distributed
 

@@ -15,7 +15,7 @@ from autopar.errors import ConsistencyError, PipelineError
 from autopar.features.megatron.schedules import get_forward_backward_func
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
-from tests.rows import rows
+from tests.tiers import rows
 from tests.timeouts import TIMEOUT, hang_until, hurry, say, wait_for
 from tests.worlds import distributed, spawn
 

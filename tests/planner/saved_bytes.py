@@ -54,15 +54,7 @@ class _Saved:
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what waits, each storage once, weights not.
-
-    That is what ``saved_tensors_hooks`` see, as long as its node lives; what a stage holds because the backward begins
-    there; and arguments of a recomputed block that torch's ``checkpoint`` has by name, which no hook sees. It counts
-    when a forward has ended: while code runs, more is alive.
-
-    Attributes:
-        most: bytes, after any forward of ``execute_pipeline``.
-    """
+    """Counts what waits, each storage once, weights not."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -67,7 +67,6 @@ def test_lists_that_cannot_be_run() -> None:
 @pytest.mark.parametrize("every", [0, 1, 2])  # every so many-th stage is recomputed
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"])
 def test_moments_that_are_left_out_need_no_more(name: str, every: int) -> None:
-    """Against a walk through each rank's list that leaves out none."""
     config = PipelineConfig.of({"schedule": name}, 4, [])
     rank_of = rank_of_stage(4, config.chunks, folded=config.folded)
     recomputed = [every > 0 and stage % every == 0 for stage in range(len(rank_of))]

@@ -84,10 +84,7 @@ def _compare(case: Case, name: str) -> None:
     mpu.destroy()
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    first_types(IN_EVERY_RUN, list(REPRESENTATIVES), later="sweep"),
-)
+@pytest.mark.parametrize("model_type", first_types(IN_EVERY_RUN, list(REPRESENTATIVES), later="sweep"))
 @pooled(world_size=2, timeout=300)
 def test_states_of(model_type: str) -> None:
     transformers.logging.set_verbosity_error()

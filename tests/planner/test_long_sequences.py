@@ -1,17 +1,19 @@
-"""Sequence and context parallelism in the planner: what a block keeps and sends, what is searched, what is refused."""
+"""Sequence and context parallelism in the planner, and recomputed blocks that keep what fits."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from transformers import OPTConfig, OPTForCausalLM
 
+import autopar
 from autopar.errors import ConfigError
-from autopar.tools.planner.candidate import Rows
+from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.network import Group
 from autopar.tools.planner.planned_model import PlannedModel
-from autopar.tools.planner.search import Space, search
+from autopar.tools.planner.search import Space, search, with_kept
 from tests.features.context_parallel.test_exactness import made
 from tests.small import llama
 
@@ -63,3 +65,20 @@ def test_what_the_rehearsal_refuses_is_not_searched() -> None:
         search(estimator, Space(2, 2, 2, cp=2))
     with pytest.raises(ConfigError, match="the sequences or the experts that were asked for do not fit"):
         search(estimator, Space(1, 1, 1, sequence_parallel=True))
+
+
+def test_recomputed_blocks_keep_what_fits() -> None:
+    planned = PlannedModel(llama(num_hidden_layers=4), sequence=64, precision="bf16")
+    candidate = Candidate(2, 1, 1, "1f1b", 4, 1, 0, True, sequence_parallel=True)
+    roomy = Estimator(planned, find_node("dgx-h100"))
+    alone = roomy.estimate(candidate)
+    found = with_kept(roomy, alone)
+    assert found.candidate.saves and found.time < alone.time
+    config = found.candidate.config("bf16")
+    assert config.checkpoint_saves == found.candidate.saves
+    assert autopar.ParallelConfig.parse(found.candidate.sections("bf16")) == config
+    assert str(found.candidate).endswith("checkpointing but " + " and ".join(found.candidate.saves))
+    full = Estimator(planned, find_node("dgx-h100", gpu_memory=(alone.peak.total + 1) / 1e9))
+    assert with_kept(full, alone).candidate == candidate
+    other = roomy.estimate(replace(candidate, checkpointing=False))
+    assert with_kept(roomy, other) is other

@@ -1,7 +1,10 @@
-"""``summary`` and ``metrics`` of a parallelized model."""
+"""``summary``, ``metrics`` and the log line of a parallelized model."""
 
+import copy
 import itertools
+import logging
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -11,10 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.errors import ConfigError
+from autopar.plan.plan import summarise
 from autopar.tools import plot
 from autopar.tools.planner.hardware import gpu_of
 from tests.pool import pooled
-from tests.small import llama, parallel
+from tests.scripts import python
+from tests.small import gpt2, llama, parallel
 
 IDS = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -42,7 +47,6 @@ def test_metrics_count_the_operations_of_the_plain_model() -> None:
         autopar.metrics(model, {"input_ids": IDS}, 0)
     with pytest.raises(ConfigError, match=r"must have input_ids \[batch, sequence\]; got labels"):
         autopar.metrics(model, {"labels": IDS}, 1)
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -70,7 +74,6 @@ def test_a_run_is_logged_by_one_rank_and_drawn(tmp_path: Path) -> None:
             autopar.metrics(model, {"input_ids": IDS}, 1.0, log=file)
         with pytest.raises(ConfigError, match=r"log must be a CSV file, .* or a function; got int"):
             autopar.metrics(model, {"input_ids": IDS}, 1.0, log=3)
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -109,3 +112,62 @@ def test_summary_says_what_this_rank_holds() -> None:
 def test_a_gpu_is_known_by_the_name_of_its_device(device: str, name: str | None) -> None:
     found = gpu_of(device)
     assert (found and found.name) == name
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: Any) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def test_context_parallelism_is_named_where_there_is_some() -> None:
+    line = summarise(gpt2(), 10, (2, 1, 3, 4), "cpu", "gpt2.yaml:2")
+    assert line.startswith("GPT2LMHeadModel by gpt2.yaml:2: tp 2 x cp 4 x pp 1 x dp 3 on cpu; 10 parameters, this rank")
+
+
+@pooled(world_size=2)
+def test_one_line_on_rank_0() -> None:
+    lines, log = Lines(), logging.getLogger("autopar")
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    plain = gpt2()
+    model = parallel(gpt2(), 2)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    line = (
+        f"INFO GPT2LMHeadModel by gpt2.yaml:2: tp 2 x pp 1 x dp 1 on cpu; {plain.num_parameters():,} parameters, this "
+        f"rank holds {held:,} ({4 * held / 1e6:,.1f} MB)"
+    )
+    assert lines.lines == ([line] if dist.get_rank() == 0 else [])
+    assert model.num_parameters() == plain.num_parameters() > held  # the whole model's
+    assert model.get_memory_footprint(return_buffers=False) == 4 * held  # this rank's
+    assert "full model" in model.num_parameters.__doc__
+
+
+@pytest.mark.tier("all")
+def test_the_line_is_printed_where_no_logging_is_set_up() -> None:
+    done = python("-c", "import autopar; from tests.small import gpt2; autopar.initialize(gpt2(), {})")
+    assert done.stderr.startswith("autopar: GPT2LMHeadModel by gpt2.yaml:2: tp 1 x pp 1 x dp 1 on cpu;"), done.stderr
+
+
+@pooled(world_size=2)
+def test_printed_layers_have_local_and_whole_sizes() -> None:
+    rank = dist.get_rank()
+    plain = gpt2()
+    before = repr(plain)
+    model = parallel(plain, 2)
+    width = 60 if rank == 0 else 48  # 5 of 9 heads, 4 of 9
+    for one in (model, copy.deepcopy(model)):
+        text = repr(one)
+        assert (
+            f"(c_attn): ColumnParallelConv1D(tp {rank}/2: weight [36, {width}] of [36, 108], bias [{width}] of [108])"
+            in text
+        )
+        assert f"(c_proj): RowParallelConv1D(tp {rank}/2: weight [{width // 3}, 36] of [36, 36])" in text
+        assert f"VocabParallelEmbedding(131, 36; tp {rank}/2: weight [{66 - rank}, 36] of [131, 36])" in text
+    assert repr(autopar.deparallelize(model)) == before
+    text = repr(parallel(llama(num_attention_heads=4, num_key_value_heads=2), 2))
+    shown = "in_features=24, out_features=12, bias=False"
+    assert f"(q_proj): ColumnParallelLinear({shown}; tp {rank}/2: weight [12, 24] of [24, 24])" in text

@@ -17,8 +17,8 @@ from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, search
+from benchmarks.published_runs import RUNS, outcome, row
 from tests.docs.pages import DOCS, ROOT
-from tests.planner.published import RUNS, outcome, row
 
 PAGE = ROOT / "benchmarks" / "results" / "published_runs.md"
 
@@ -57,11 +57,7 @@ def _gpt(batch: int, sequence: int, hidden: int, heads: int, attention: str) -> 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_activations_of_a_layer_are_korthikantis(tp: int) -> None:
-    """Korthikanti et al., 2022, table 2: sbh (10 + 24 / t + 5as / ht) bytes, the last term without fused attention.
-
-    24 are 8 of the attention (q, k, v, output) and 16 of gelu's input and output, 4h wide. transformers' gelu is a
-    formula of its own and keeps five tensors of that size: 48.
-    """
+    """Korthikanti et al., 2022, table 2: sbh (10 + 24 / t + 5as / ht) bytes, the last term without fused attention."""
     batch, sequence, hidden, heads = 4, 2048, 6144, 64
     unit = sequence * batch * hidden
     fused, plain = (
@@ -124,10 +120,6 @@ def test_replicas_win_over_wide_tensor_parallelism() -> None:
 @pytest.mark.tier("sweep")
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_next_to_their_publication(name: str) -> None:
-    """The published mesh is nearly as fast as the best proposal, and its speed within a quarter of the published one.
-
-    Runs that miss say why (``misses``, ``slower``), and still stand in the table.
-    """
     run, found = RUNS[name], outcome(name)
     text, line = PAGE.read_text(), row(name, found)
     shown = re.search(rf"^\| {re.escape(name)} \|.*$", text, re.MULTILINE)

@@ -1,23 +1,16 @@
 """What the planner counts on the meta device against what waits for backwards in real steps: equal, on every rank."""
 
+import functools
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import (
-    AlbertConfig,
     AlbertForMaskedLM,
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
     BertForMaskedLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import autopar
@@ -26,49 +19,26 @@ from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.planned_model import PlannedModel
 from tests.planner.saved_bytes import SavedBytes
 from tests.pool import pooled
+from tests.random_models import small
 from tests.small import gpt2, llama
 from tests.tiers import mainly
 
 BATCH, SEQUENCE = 4, 15
-_ODD = {"vocab_size": 131, "intermediate_size": 37, "hidden_size": 24, "num_attention_heads": 6}
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_deep_gpt2, _deep_llama = functools.partial(gpt2, n_layer=4), functools.partial(llama, num_hidden_layers=4)
+_few_keys = functools.partial(llama, num_hidden_layers=4, num_key_value_heads=1)
 
 
-def _deep_gpt2() -> Any:
-    return gpt2(n_layer=4)
-
-
-def _deep_llama() -> Any:
-    return llama(num_hidden_layers=4)
-
-
-def _few_keys() -> Any:
-    """A llama with one KV head."""
-    return llama(num_hidden_layers=4, num_key_value_heads=1)
-
-
-def _bert() -> Any:
-    return BertForMaskedLM._from_config(BertConfig(**_ODD, **_NO_DROPOUT, num_hidden_layers=2))
-
-
-def _albert() -> Any:
-    """One block stands for all layers."""
-    config = AlbertConfig(**_ODD, **_NO_DROPOUT, embedding_size=12, num_hidden_layers=5)
-    return AlbertForMaskedLM._from_config(config)
-
-
-def _bart() -> Any:
-    sizes = {"encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "encoder_layers": 2, "decoder_layers": 2}
-    heads = {"encoder_attention_heads": 6, "decoder_attention_heads": 6}
-    config = BartConfig(vocab_size=131, d_model=24, **sizes, **heads, dropout=0.0, max_position_embeddings=64)
-    return BartForConditionalGeneration._from_config(config)
+_bert = functools.partial(small, "bert", "BertForMaskedLM")
+_albert = functools.partial(small, "albert", "AlbertForMaskedLM")  # one block stands for all layers
+_bart = functools.partial(small, "bart", "BartForConditionalGeneration")
+_phi3 = functools.partial(small, "phi3", "Phi3ForCausalLM")  # fused q|k|v, of which attention keeps a view
 
 
 def _t5() -> Any:
     """Eager: torch's fused attention on the CPU takes no mask that has a gradient, as a learned bias has."""
-    sizes = {"d_model": 24, "d_kv": 4, "d_ff": 37, "num_layers": 2, "num_heads": 6}
-    config = T5Config(vocab_size=131, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    return T5ForConditionalGeneration._from_config(config, attn_implementation="eager")
+    model = small("t5", "T5ForConditionalGeneration")
+    model.set_attn_implementation("eager")
+    return model
 
 
 def _mixtral() -> Any:
@@ -76,12 +46,6 @@ def _mixtral() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = MixtralConfig(vocab_size=131, **sizes, num_hidden_layers=2, num_local_experts=5)
     return MixtralForCausalLM._from_config(config)
-
-
-def _phi3() -> Any:
-    """Fused q|k|v, of which attention keeps a view; its queries lie head by head."""
-    config = Phi3Config(**_ODD, num_hidden_layers=2, num_key_value_heads=3, pad_token_id=0)
-    return Phi3ForCausalLM._from_config(config)
 
 
 def _inputs(model: Any, batch: int) -> dict[str, Any]:
@@ -106,7 +70,7 @@ def _kept_is_as_planned(build: Any, batch: int = BATCH, **sections: Any) -> None
     saved = SavedBytes(model)
     with saved:
         model.execute_pipeline(_inputs(model, batch), optimizer=optimizer)
-    assert plan.kept[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank] == saved.most > 0, (build.__name__, config)
+    assert plan.kept[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank] == saved.most > 0, (build, config)
     mpu.destroy()
 
 
@@ -202,7 +166,6 @@ def test_over_a_schedule(schedule: str) -> None:
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 @pooled(world_size=2)
 def test_of_rows(method: str) -> None:
-    """Rows that two ranks do not have equally many of; with one head of keys each rank sees others."""
     _kept_is_as_planned(llama, **CP, context_parallel_method=method)
     _kept_is_as_planned(_few_keys, **CP, context_parallel_method=method)
     _kept_is_as_planned(gpt2, **CP, context_parallel_method=method, **RECOMPUTED)

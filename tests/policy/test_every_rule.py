@@ -1,9 +1,4 @@
-"""Every rule must matter: a policy with one rule weakened to ``replicated``, or one attribute or input left out, fails.
-
-Most fail while the plan is made or rehearsed, so in one process and in milliseconds. What passes both either holds more
-than before (a vocabulary left whole is right, too, only larger) or goes to two ranks, which must find wrong numbers.
-A line of a fragment is tried with the first policy that uses it.
-"""
+"""A policy with one rule weakened to ``replicated``, or one attribute or input left out, fails or holds more."""
 
 import copy
 import dataclasses
@@ -182,7 +177,6 @@ def _read_in_another_branch(model: PreTrainedModel, path: str, where: str, plan:
 
 
 def _places(policy: Policy, model: PreTrainedModel, plan: Plan) -> set[str]:
-    """The rules, attributes and inputs that met something in this model."""
     uses = [use for scope in all_scopes(policy, "", model, 2) for use in matches_of(scope)]
     places = {str(use.rule.where) for use in uses} | {attribute.where for attribute in plan.attributes}
     return places | {cut.where for module in plan.modules.values() for cut in module.inputs}

@@ -70,7 +70,6 @@ def test_weights_of_another_kind_make_another_loss(monkeypatch: pytest.MonkeyPat
 
 
 def _copied(batch: dict[str, Any]) -> dict[str, Any]:
-    """Some models write into their labels."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 

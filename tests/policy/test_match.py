@@ -1,17 +1,31 @@
-"""Which policy a model gets, and what a user reads if there is none or more than one."""
+"""Which policy a model gets, once in an initialize; the errors if there is none or more than one."""
 
+import sys
+from collections import Counter
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    EncoderDecoderModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
+import autopar
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.policy import match
 from autopar.policy.files import policy_folder
 from autopar.policy.load import load_policies, own_policies
-from autopar.policy.match import find_policy, supported_model_types
+from autopar.policy.match import find_policy, model_inside, supported_model_types
 from autopar.policy.schema import Policy
+from tests.pool import pooled
 from tests.small import gpt2, llama
 
 TEXT = "match: {model_type: [gpt2, gpt3]%s}\nunits: {}\nblocks: {path: h, modules: {}}\n"
@@ -133,3 +147,35 @@ def test_two_files_that_match_one_model(tmp_path: Path, monkeypatch: pytest.Monk
         find_policy(gpt2(n_layer=2))
     monkeypatch.setattr(match, "policy_files", lambda: tuple(paths[1:]))
     assert find_policy(gpt2(n_layer=3)).name == "three"
+
+
+COUNTED = {function.__code__ for function in (find_policy, model_inside)}
+
+
+def composite() -> Any:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    encoder = BertConfig(**sizes, vocab_size=24)
+    decoder = BertConfig(**sizes, vocab_size=24, is_decoder=True, add_cross_attention=True)
+    return EncoderDecoderModel(encoder=BertModel(encoder), decoder=BertLMHeadModel(decoder))
+
+
+def calls_in(model: Any, mesh: dict[str, int]) -> Counter[str]:
+    calls = Counter[str]()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in COUNTED:
+            calls[frame.f_code.co_name] += 1
+
+    sys.setprofile(count)
+    try:
+        autopar.initialize(model, {"model_parallelism": mesh})
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pooled(world_size=2)
+def test_policies_are_found_once() -> None:
+    for mesh in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
+        assert calls_in(gpt2(), {mesh: 2}) == {"find_policy": 1, "model_inside": 1}, mesh
+    assert calls_in(composite(), {"tensor_parallel_size": 2}) == {"find_policy": 3, "model_inside": 1}

@@ -1,16 +1,21 @@
-"""Policies and models that fit each other, or do not: sizes, ties, types, optional modules."""
+"""Policies and models that fit each other or not: sizes, ties, types, optional modules, fused kernels."""
+
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
+from transformers.models.mamba import modeling_mamba
 
-from autopar.errors import ConfigError, PolicyError
+from autopar.errors import ConfigError, PolicyError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from tests.policy import written
 from tests.policy.written import refused
+from tests.random_models import Case, build
 from tests.small import gpt2, llama
 
 RIGHT = written.RIGHT["models"]
@@ -97,3 +102,20 @@ def test_optional_segments_of_a_path() -> None:
         plan = make_plan(model, find_policy(model), 2)
         assert ("transformer.h.0.crossattention.q_attn" in plan.modules) == cross
         assert len([a for a in plan.attributes if "crossattention" in a.path]) == (2 if cross else 0)
+
+
+def _wrapped(is_new_implementation: bool) -> Callable[[], bool]:
+    return lambda: is_new_implementation
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_kernel_that_multiplies_by_cut_weights_is_refused(foreign: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[modeling_mamba.__name__], "mamba_inner_fn", _wrapped(foreign))
+    model = build(Case("mamba", "MambaForCausalLM"), 4, 4)
+    policy = find_policy(model)
+    make_plan(model, policy, 1)  # nothing is cut
+    if not foreign:
+        make_plan(model, policy, 2)
+        return
+    with pytest.raises(UnsupportedModelError, match="kernel 'mamba_inner_fn' of an installed package"):
+        make_plan(model, policy, 2)

@@ -1,9 +1,11 @@
 """Counting units in a config and sharing them out; what does not fit says both numbers and what would."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from torch import nn
 
 from autopar.errors import ConfigError, PolicyError
@@ -12,6 +14,7 @@ from autopar.plan.units import UnitTable
 from autopar.policy.schema import UnitRun, UnitSpec
 from autopar.policy.yaml_reader import Where
 
+DATA = yaml.safe_load(Path(__file__).with_name("units.yaml").read_text())
 NONE: frozenset[str] = frozenset()
 
 
@@ -29,12 +32,10 @@ def table(size: int, may_be_empty: frozenset[str] = NONE, **config: Any) -> Unit
 
 
 def one(size: int, count: str, block: nn.Module | None = None, config: Any = None, **changes: Any) -> UnitTable:
-    """A table with the one unit ``u``."""
     return UnitTable({"u": UnitSpec("u", count, Where("p", 1), **changes)}, config, "Model", size, NONE)
 
 
 def layout(units: UnitTable, parts: list[str], elements: int, block: nn.Module | None = None) -> Layout:
-    """``parts`` as a policy writes them: ``heads`` or ``heads * 4``."""
     split = [part.partition(" * ") for part in parts]
     return units.layout([UnitRun(u, w or None) for u, _, w in split], 0, elements, "proj", Where("p", 9), block)
 
@@ -105,29 +106,9 @@ def test_sizes_that_do_not_fit() -> None:
 
 def test_a_count_is_a_product_or_quotient_from_left_to_right() -> None:
     config = SimpleNamespace(width=12, heads=4, expand=2, inner=SimpleNamespace(size=6))
-    for expression, expected in [
-        ("7", 7),
-        ("width", 12),
-        ("width * expand", 24),
-        ("width / heads", 3),
-        ("width*expand/heads * 5", 30),
-        ("inner.size * 2", 12),
-        ("3 * width / 9", 4),
-    ]:
+    for expression, expected in DATA["counts"]:
         assert one(1, expression, config=config).count("u") == expected
-    for expression, message in [
-        ("width / 5", "p:1: 'u' is width / 5: 12 / 5 is not an integer"),
-        ("width / heads / expand", "p:1: 'u' is width / heads / expand: 3 / 2 is not an integer"),
-        ("width / 0", "p:1: 'u' is width / 0: 12 / 0 is not an integer"),
-        ("width * wide", "p:1: 'u' is wide, which SimpleNamespace lacks. Did you mean 'width'?"),
-        ("inner.sise", "p:1: 'u' is inner.sise, which SimpleNamespace lacks. Did you mean 'size'?"),
-        ("inner", "p:1: 'u' must be a positive integer; got inner=namespace(size=6)"),
-        ("0 * width", "p:1: 'u' must be a positive integer; got 0 * width=0"),
-        *(
-            (wrong, f"p:1: 'u' must be a product or quotient of names; got '{wrong}'")
-            for wrong in ("width +2", "width *", "* width", "width heads", "(width)", "width - heads", "")
-        ),
-    ]:
+    for expression, message in DATA["refused"]:
         with pytest.raises(PolicyError) as info:
             one(1, expression, config=config).count("u")
         assert str(info.value) == message
@@ -162,7 +143,6 @@ def test_what_is_made_of_too_few_units_stays_whole_where_the_unit_says_so() -> N
         assert not units.stays_whole("ffn")  # nobody counted it yet
 
 
-# parts, elements, changes of the config, message
 WRONG: list[tuple[list[str], int, dict[str, Any], str]] = [
     (["plain"], 40, {}, r"p:9: proj has 40 features, \[plain\] describes 9 equal parts: 40 / 9 is not an integer"),
     (["plain", "plain"], 45, {}, r"p:9: .*\[plain, plain\] describes 18 equal parts: 45 / 18 is not an integer"),
@@ -181,7 +161,7 @@ WRONG: list[tuple[list[str], int, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("parts", "elements", "config", "message"), WRONG)
+@pytest.mark.parametrize(("parts", "elements", "config", "message"), DATA["wrong"])
 def test_units_that_do_not_describe_the_dim(parts: list[str], elements: int, config: Any, message: str) -> None:
     with pytest.raises(PolicyError, match=f"^{message}"):
         layout(table(2, **config), parts, elements)

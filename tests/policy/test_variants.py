@@ -16,8 +16,6 @@ from tests.small import gpt2, llama
 
 FAMILY = RIGHT["variants"]
 
-# -- variants -------------------------------------------------------------------------------------------------------
-
 
 def test_each_variant_is_a_policy_over_what_is_common(tmp_path: Path) -> None:
     path = family(tmp_path)
@@ -98,9 +96,6 @@ def test_a_policy_that_is_given_is_one(tmp_path: Path) -> None:
         read_user_policy(path)
 
 
-# -- mounting -------------------------------------------------------------------------------------------------------
-
-
 def test_a_module_is_mounted_inside_each_block(tmp_path: Path) -> None:
     path = mounting(tmp_path, "blocks: {path: h, extends: {deep?.attn: module}, modules: {ln: replicated}}\n")
     (tower,) = load_policy(path).towers
@@ -146,8 +141,6 @@ def test_a_model_whose_attention_is_mounted_is_planned() -> None:
     model = llama()
     assert make_plan(model, read_user_policy(text), 2).modules == make_plan(model, find_policy(model), 2).modules
 
-
-# -- ranges ---------------------------------------------------------------------------------------------------------
 
 PLAIN = "match: {model_type: [gpt2, gpt3]%s}\nunits: {}\nblocks: {path: h, modules: {}}\n"
 

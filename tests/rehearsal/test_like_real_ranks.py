@@ -96,7 +96,7 @@ def test_calls_of_eight_ranks(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sum gradients beside those of weights in small models too, as :mod:`tests.preload` has it on real ranks."""
+    """Sum gradients beside those of weights in small models too, as real ranks do."""
     monkeypatch.setattr(regions, "_LEAST", 0)
 
 

@@ -17,40 +17,14 @@ from autopar.plan.plan import AttributePlan
 from autopar.policy.files import policy_folder
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
+from tests.policy.written import RIGHT
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.tensor_parallel.toys import MLP, MLP_RULES, toy, toy_policy
 
 RULES = toy_policy({"ffn": "ffn"}, MLP_RULES)
 
-LLAMA = """
-match: {model_type: [llama]}
-units:
-  heads: {count: num_attention_heads, follows: kv_heads}
-  kv_heads: {count: num_key_value_heads, replicate: true}
-  ffn: inferred
-  vocab: vocab_size
-prefix:
-  embed_tokens: {embedding: vocab}
-blocks:
-  path: layers
-  modules:
-    input_layernorm: replicated
-    self_attn.q_proj: {column: heads}
-    self_attn.k_proj: {column: kv_heads}
-    self_attn.v_proj: {column: kv_heads}
-    self_attn.o_proj: {row: heads}
-    post_attention_layernorm: replicated
-    mlp.gate_proj: {column: ffn}
-    mlp.up_proj: {column: ffn}
-    mlp.down_proj: {row: ffn}
-  attributes:
-    self_attn.num_key_value_groups: heads / kv_heads
-suffix:
-  norm: replicated
-head:
-  lm_head?: {column: vocab, gather_output: true}
-"""
+LLAMA = RIGHT["models"]
 
 
 def check_plan_with(text: str, model: Any, tp: int) -> bool:
@@ -69,13 +43,13 @@ def test_a_right_policy_passes_and_leaves_the_model_alone():
     ("old", "new", "message"),
     [
         ("q_proj: {column: heads}", "q_proj: replicated", "fails in model.layers.0.self_attn"),
-        ("v_proj: {column: kv_heads}", "v_proj: replicated", "fails in model.layers.0.self_attn"),
+        ("v_proj: {column: kv}", "v_proj: replicated", "fails in model.layers.0.self_attn"),
         ("up_proj: {column: ffn}", "up_proj: replicated", "fails in model.layers.0.mlp"),
         ("gate_proj: {column: ffn}", "gate_proj: {column: ffn, gather_output: true}", "fails in model.layers.0.mlp"),
         (
             "input_layernorm: replicated",
             "input_layernorm: {replicated: heads}",
-            "policy text:13: model.layers.0.input_layernorm.weight works on replicated activations: its gradient must "
+            "policy text:19: model.layers.0.input_layernorm.weight works on replicated activations: its gradient must "
             "not be summed\n  Write 'replicated'.",
         ),
     ],
@@ -90,7 +64,7 @@ def test_a_wrong_rule_is_found(old: str, new: str, message: str):
 
 
 def test_a_head_count_that_nobody_scaled_is_found():
-    text = LLAMA.replace("self_attn.num_key_value_groups: heads / kv_heads", "{}").replace("attributes:\n    {}", "")
+    text = LLAMA.replace("  attributes:\n    self_attn.num_key_value_groups: heads / kv\n", "")
     model = llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
     assert check_plan_with(LLAMA, model, 4)
     with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the full model does not"):
@@ -98,7 +72,7 @@ def test_a_head_count_that_nobody_scaled_is_found():
 
 
 def test_keys_that_are_cut_like_queries_are_found_where_that_makes_a_difference():
-    text = LLAMA.replace("k_proj: {column: kv_heads}", "k_proj: {column: heads}")
+    text = LLAMA.replace("k_proj: {column: kv}", "k_proj: {column: heads}")
     assert check_plan_with(text, llama(), 3)  # one KV head and its two query heads on each rank: the same cut
     with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the full model does not"):
         check_plan_with(text, llama(), 4)

@@ -12,7 +12,6 @@ from tests.tensor_parallel.toys import MLP, MLP_RULES, Toy, ToyConfig, checked_p
 
 
 def refused(model: Any, policy: Any, path: str, message: str) -> None:
-    """The error is blamed on the rule of ``path``."""
     with pytest.raises(PolicyError) as info:
         checked_plan(model, policy)
     assert str(info.value).startswith(f"policy dict:blocks.modules.{path}: {message}"), str(info.value)

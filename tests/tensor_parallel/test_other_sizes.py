@@ -1,17 +1,21 @@
-"""Modules whose size is not the config's, and inputs of one sample: refused only where something is sharded by it."""
+"""Sizes that are not the config's, inputs of one sample, experts whose width a grouped matmul refuses."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification, MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar.errors import PolicyError
+from autopar.plan.units import UnitTable
+from autopar.policy.schema import UnitSpec
+from autopar.policy.yaml_reader import Where
 from tests.compare import same_gradients
-from tests.parity import close
+from tests.parity import check, close, language_batches, randomise
 from tests.pool import pooled
 from tests.small import llama
 
@@ -40,7 +44,6 @@ def test_without_tensor_parallelism_sizes_need_not_be_those_of_the_config(sizes:
     close(model(IDS).logits if model.mpu.pp.size == 1 else plain(IDS).logits, plain(IDS).logits, "logits")
     model.execute_pipeline({"input_ids": mine}, of_features)
     same_gradients(model, plain)
-    model.mpu.destroy()
 
 
 @pytest.mark.tier("test")
@@ -55,7 +58,6 @@ def test_with_tensor_parallelism_the_error_says_the_line_of_a_policy() -> None:
     policy["head"] = {"lm_head?": "replicated"}
     model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}}, policy=policy)
     close(model(IDS).logits, plain(IDS).logits, "logits")
-    model.mpu.destroy()
 
 
 @pytest.mark.tier("test")
@@ -73,3 +75,33 @@ def test_a_classifier_without_padding_token_takes_one_sample() -> None:
         close(found.logits, expected.logits, "logits")
         assert model.config.pad_token_id is None
         model.mpu.destroy()
+
+
+def _mixtral(ffn: int) -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=131, hidden_size=32, intermediate_size=ffn, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, initializer_range=0.1,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    assert model.config._experts_implementation == "grouped_mm"
+    randomise(model)
+    return model
+
+
+def test_units_are_aligned_where_there_are_enough() -> None:
+    spec = UnitSpec("ffn", "inferred", Where("p", 1), align=8)
+    for count, size, shares in [(24, 2, ((0, 16), (16, 24))), (24, 4, ((0, 6), (6, 12), (12, 18), (18, 24)))]:
+        assert UnitTable({"ffn": spec}, None, "Model", size, frozenset()).ranges("ffn", count, size) == shares
+
+
+@pooled(world_size=4)
+def test_a_share_that_is_not_aligned_runs_and_is_exact() -> None:
+    for ffn in (24, 32):  # 6 a rank, which is no multiple of 16 bytes; 8 a rank
+        plain = _mixtral(ffn)
+        parallel = check(lambda plain=plain: copy.deepcopy(plain), language_batches(131), 4)
+        experts = parallel.model.layers[0].mlp.experts
+        assert experts.config._experts_implementation == ("eager" if ffn == 24 else "grouped_mm")
+        whole = autopar.deparallelize(parallel)
+        assert whole.model.layers[0].mlp.experts.config is whole.config
+        dist.barrier()

@@ -66,7 +66,6 @@ def test_equal_to_the_plain_model(kind: str, extra: dict[str, Any]) -> None:
 
 @pooled(world_size=2)
 def test_what_autograd_is_asked_for() -> None:
-    """Twice through a graph, a frozen first layer, some weights only, in-place changes, a weight that is shared."""
     model, plain = parallel(llama(), 2, model_parallelism=GLOO), llama()
     loss, expected = (each(input_ids=IDS, labels=IDS).loss for each in (model, plain))
     for each in (loss, expected):

@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertForMaskedLM, CohereForCausalLM, Gemma2ForCausalLM
-from transformers.models.bart import BartForConditionalGeneration
-from transformers.models.t5 import T5ForConditionalGeneration
 from transformers.trainer_pt_utils import LabelSmoother
 
 import autopar
@@ -24,8 +21,9 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.tensor_parallel import regions, sharded_logits
 from autopar.tensor_parallel.sharded_logits import ShardedLogits
 from tests.compare import same_gradients
-from tests.parity import close, language_batches, randomise
+from tests.parity import close, language_batches
 from tests.pool import pooled
+from tests.random_models import small
 from tests.small import gpt2, llama, parallel
 
 VOCAB = 131
@@ -133,33 +131,16 @@ def test_whatever_is_computed_of_them(chunk: int) -> None:
                 same_gradients(model, plain, 2e-5, name)
 
 
-def _flat(model: Any, **more: Any) -> Any:
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 37}
-    return randomise(model(model.config_class(vocab_size=VOCAB, **sizes, **more)))
-
-
-def _encoder_decoder(model: Any) -> Any:
-    sizes = {"d_model": 24, "vocab_size": VOCAB, "decoder_start_token_id": 0, "pad_token_id": 0}
-    if model is T5ForConditionalGeneration:
-        sizes |= {"num_layers": 2, "num_heads": 6, "d_kv": 4, "d_ff": 37, "dropout_rate": 0.0}
-    else:
-        sizes |= {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
-        sizes |= {"encoder_ffn_dim": 36, "decoder_ffn_dim": 36, "dropout": 0.0, "forced_eos_token_id": None}
-    return randomise(model(model.config_class(**sizes)))
-
-
 @pooled(world_size=2)
 def test_no_loss_of_transformers_gathers() -> None:
-    """Masked, sequence to sequence (with a bias on the logits), soft-capped, scaled."""
-    grouped = {"num_key_value_heads": 2, "head_dim": 4}
     with pytest.MonkeyPatch.context() as patch:
         gathered = Gathered(patch)
         for plain in (
-            _flat(BertForMaskedLM, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
-            _encoder_decoder(T5ForConditionalGeneration),
-            _encoder_decoder(BartForConditionalGeneration),
-            _flat(Gemma2ForCausalLM, final_logit_softcapping=3.0, query_pre_attn_scalar=4, **grouped),
-            _flat(CohereForCausalLM, logit_scale=0.3, **grouped),
+            small("bert", "BertForMaskedLM"),
+            small("t5", "T5ForConditionalGeneration"),
+            small("bart", "BartForConditionalGeneration"),
+            small("gemma2", "Gemma2ForCausalLM", final_logit_softcapping=3.0),
+            small("cohere", "CohereForCausalLM"),
         ):
             model = parallel(copy.deepcopy(plain), 2)
             for batch in language_batches(VOCAB):
@@ -271,7 +252,6 @@ def test_a_rank_that_reads_alone_gets_an_error() -> None:
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
-    """Whatever does not train: no gradients, with labels and without; or evaluation mode without labels."""
     (batch,) = language_batches(VOCAB, count=1)
     ids = batch["input_ids"]
     for build in (gpt2, llama):

@@ -161,7 +161,6 @@ def test_habits(chunk: int) -> None:
 
 @pooled(world_size=2)
 def test_half_precision() -> None:
-    """Values only: rounding differs; a change in place must show all the same."""
     (batch,) = language_batches(VOCAB, count=1)
     ids = labels = batch["input_ids"]
     plain = llama().bfloat16()

@@ -1,7 +1,4 @@
-"""Train a small model over all available ranks. In the first attempt the second node is killed halfway.
-
-torchrun ... loses_a_node.py FOLDER
-"""
+"""Train a small model over all available ranks. In the first attempt the second node is killed halfway."""
 
 import copy
 import os

@@ -1,9 +1,4 @@
-"""Run several tutorials one after the other in one process, which imports torch and transformers once.
-
-    python run_scripts.py JOBS       or under torchrun
-
-JOBS is a JSON file: ``{name: [script, argument, ...]}``. The output of rank 0 is written to NAME.out next to it.
-"""
+"""Run several tutorials one after the other in one process, which imports torch and transformers once."""
 
 import contextlib
 import io

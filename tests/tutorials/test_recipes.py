@@ -118,7 +118,6 @@ def ray_train(folder: Path, steps: int, workers: int = 2) -> subprocess.Popen[st
 
 
 def losses(process: subprocess.Popen[str]) -> dict[str, str]:
-    """Wait for the end, and return the printed loss of each step. Ray prints some lines twice."""
     text, _ = process.communicate(timeout=300)
     assert process.returncode == 0, text
     return dict(re.findall(r"step (\d+): loss ([\d.]+)", text))

@@ -1,20 +1,22 @@
-"""Every tutorial and the demo, small, on 2 processes and as plain ``python``: the numbers they print."""
+"""Every tutorial and the demo, small, on 2 processes and as plain ``python``; what they read offline."""
 
+import argparse
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.fetched_packages import with_package
+from tests.scripts import printed as python_prints, python
 from tests.tiers import mainly
 from tests.tutorials.run_scripts import run_script
+from tests.worlds import distributed
 from tutorials import offline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,15 +36,8 @@ ENVIRONMENT = {
 }
 
 
-def by_python(arguments: list[str], folder: Path, **more: str) -> str:
-    """Run a command of this Python in a folder, and return what it prints; with more variables stderr, too."""
-    command, env = [sys.executable, *arguments], {**os.environ, **ENVIRONMENT, **more}
-    errors = subprocess.STDOUT if more else subprocess.PIPE
-    done = subprocess.run(
-        command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout + (done.stderr or "")
-    return done.stdout
+def by_python(arguments: list[str], folder: Path) -> str:
+    return python_prints(*arguments, folder=folder, **ENVIRONMENT)
 
 
 def run(processes: int, folder: Path) -> dict[str, str]:
@@ -72,7 +67,6 @@ Runs = Callable[[int], dict[str, str]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Return a function: number of processes -> the output of each script. Each number runs once."""
     return cache(lambda processes: run(processes, tmp_path_factory.mktemp(f"tutorials-{processes}")))
 
 
@@ -125,7 +119,9 @@ def test_the_demo_prints_its_own_lines_only(tmp_path: Path) -> None:
     (tmp_path / "bitsandbytes.py").write_text("print('bitsandbytes is imported')\n")
     script = [str(TUTORIALS / "demo.py"), *SMALL, "--steps", "4", "--layers", "1", "--hidden", "32"]
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script, "--output", "out"]
-    lines = re.findall(r"[^\r\n]+", by_python(command, tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
+    done = python(*command, folder=tmp_path, **{**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"[^\r\n]+", done.stderr + done.stdout)
     own = r"2 process|[\d,]+ tokens|tp 2 x dp 1 on|autopar: |training: |merged |sampled: |[┌│└]|Next:$|  [123]\. "
     assert [line for line in lines if not re.match(own, line)] == []
     assert [line[:4] for line in lines[-4:]] == ["Next", "  1.", "  2.", "  3."]
@@ -154,3 +150,60 @@ def test_the_readme_lists_every_tutorial() -> None:
     text = (TUTORIALS / "README.md").read_text()
     assert [int(name[:2]) for name in NUMBERED] == list(range(1, len(NUMBERED) + 1))
     assert re.findall(r"^\| \[\d+\. .+\]\((\d\d_\w+)\.py\) \|", text, re.MULTILINE) == NUMBERED
+
+
+def arguments(**changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"model": None, "vocab_size": 300, "context": 16, **changes})
+
+
+@distributed(world_size=2)
+def test_the_tokenizer_is_trained_once_and_is_lossless(tmp_path: Path) -> None:
+    tokenizer = offline.load_tokenizer(arguments(output=tmp_path))
+    assert len(tokenizer) == 300
+    text = "Fellow-Citizens, ½ naïve\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    made = (tmp_path / "tokenizer-300" / "tokenizer.json").stat().st_mtime_ns
+    again = offline.load_tokenizer(arguments(output=tmp_path))
+    assert (tmp_path / "tokenizer-300" / "tokenizer.json").stat().st_mtime_ns == made
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer-300"]
+
+    blocks = offline.Blocks(["one two", "three"], tokenizer, context=4)
+    words = [*tokenizer("one two")["input_ids"], tokenizer.eos_token_id, *tokenizer("three")["input_ids"]]
+    assert blocks.ids.flatten().tolist() == words[: len(blocks) * 4]
+    assert torch.equal(blocks[0]["labels"], blocks.ids[0])
+    with pytest.raises(SystemExit, match="fewer than 1 sequence"):
+        offline.Blocks(["one"], tokenizer, context=999)
+
+
+@distributed(world_size=1)
+def test_a_users_own_text(tmp_path: Path) -> None:
+    import os
+
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path / "cache")
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("one", " ", "two")))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"words": "one"}))
+    assert offline.load_text(str(tmp_path / "a.txt")) == ["one", "two"]
+    assert offline.load_text(str(tmp_path / "a.jsonl")) == ["one", "two"]
+    with pytest.raises(SystemExit, match="has no column 'text', only words"):
+        offline.load_text(str(tmp_path / "b.jsonl"))
+    with pytest.raises(SystemExit, match=r"error: --dataset .*nowhere cannot be read"):
+        offline.load_text(str(tmp_path / "nowhere"))
+
+
+@distributed(world_size=1)
+def test_a_users_own_model_and_errors(tmp_path: Path) -> None:
+    made = arguments(output=tmp_path)
+    tokenizer = offline.load_tokenizer(made)
+    model = offline.load_model(made, tokenizer)
+    model.save_pretrained(tmp_path / "mine")
+    tokenizer.save_pretrained(tmp_path / "mine")
+    mine = arguments(model=str(tmp_path / "mine"))
+    assert offline.load_tokenizer(mine).get_vocab() == tokenizer.get_vocab()
+    assert torch.equal(offline.load_model(mine, None).lm_head.weight, model.lm_head.weight)
+    nowhere = arguments(model=str(tmp_path / "nowhere"))
+    with pytest.raises(SystemExit, match=r"error: --model .*nowhere cannot be loaded"):
+        offline.load_model(nowhere, None)
+    with pytest.raises(SystemExit, match=r"error: --model .*nowhere has no readable tokenizer"):
+        offline.load_tokenizer(nowhere)

@@ -2,47 +2,20 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from tests.zoo.expressions import evaluate, is_size
+from autopar.tools.verification.small_models import read_data
 from tests.zoo.form import Kind
-from tests.zoo.merging import merge
+from tests.zoo.reading import evaluate, is_size, merge
 
 MAKERS = ("make", "flat", "known")  # one of them makes a whole config
 
-# What all small flat configs set where their class knows it.
-_COMMON: dict[str, Any] = {
-    "vocab_size": "vocab",
-    "num_hidden_layers": 2,
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "hidden_size": "8 * heads",
-    "intermediate_size": 37,
-    "max_position_embeddings": 32,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.1,
-}
-# And those whose types have no entry, or only settings, by the names of older classes.
-_PLAIN: dict[str, Any] = {
-    **_COMMON,
-    "n_layer": 2,
-    "n_layers": 2,
-    "n_head": "heads",
-    "n_heads": "heads",
-    "n_embd": "8 * heads",
-    "dim": "8 * heads",
-    "n_inner": 37,
-    "hidden_dim": 37,
-    "n_positions": 32,
-    "embedding_size": 20,
-    "input_embedding_size": 20,
-    "output_embedding_size": 28,
-}
+_FIELDS = read_data(Path(__file__).with_name("fields.yaml"))
+_COMMON: dict[str, Any] = _FIELDS["common"]
+_PLAIN: dict[str, Any] = {**_COMMON, **_FIELDS["plain"]}
 
 Sizes = Mapping[str, int]
 KindOf = Callable[[str], Kind]

@@ -1,7 +1,4 @@
-"""Make a :class:`Kind` of each model type from the YAML files beside this module; ``__init__`` says what they hold.
-
-Of a type only its own entry is worked out, at the first question; configs are made when a test asks for one.
-"""
+"""Make a :class:`Kind` of each model type from the YAML files beside this module; README.md says what they hold."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -12,8 +9,7 @@ from transformers import PretrainedConfig
 from autopar.tools.verification.small_models import read_data
 from tests.zoo.configs import MAKERS, config_of
 from tests.zoo.form import Inputs, Kind, Make
-from tests.zoo.merging import expanded
-from tests.zoo.reading import FOLDER, entries
+from tests.zoo.reading import FOLDER, entries, expanded
 from tests.zoo.recipes import recipe
 
 _AS_THEY_ARE = ("settings", "variants", "double", "inside", "generates", "crosses")
@@ -28,11 +24,7 @@ def model_types() -> Iterator[str]:
 
 @functools.cache
 def kind_of(model_type: str) -> Kind:
-    """What a model type needs beside the settings that all share.
-
-    Raises:
-        ValueError: its entry has a word that means nothing.
-    """
+    """What a model type needs beside the settings that all share."""
     if model_type not in entries():
         return Kind()
     fields = expanded(*entries()[model_type])

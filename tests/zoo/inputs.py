@@ -1,7 +1,4 @@
-"""Steps of making inputs that need code: placeholders that are counted, words that move, labels of some heads.
-
-Each gets the batch so far, and for whom it is (:class:`Scene`), and returns the batch; the data gives the rest.
-"""
+"""Steps of making inputs that need code: placeholders that are counted, words that move, labels of some heads."""
 
 from collections.abc import Callable, Sequence
 
@@ -175,12 +172,7 @@ def with_sound(
     heard: Sequence[int] = (32, 20),
     seq: int = 14,
 ) -> Batch:
-    """Text with placeholders for ``lengths`` pieces of sound, and the sound.
-
-    Args:
-        mask: the name of the sound's mask of frames, ``heard`` of them; or "pieces", for a mask of the pieces.
-        seq: how long the text is with them.
-    """
+    """Text with placeholders for ``lengths`` pieces of sound, and the sound."""
     config, place = scene.config, torch.arange(seq)
     attention = (place < torch.tensor([[seq], [seq - 2]])).long()
     of_sound = (place >= 2) & (place < torch.tensor(lengths)[:, None] + 2)
@@ -250,12 +242,7 @@ def images(batch: Batch, scene: Scene, size: int = 12, video: bool = False, patc
 
 
 def image_words(batch: Batch, scene: Scene, tokens: int, *masks: str, of: str = "") -> Batch:
-    """Text with the placeholders of one image after the first token.
-
-    Args:
-        masks: names of masks of the placeholders that the model wants: ``mm_token_type_ids``, ``token_type_ids``.
-        of: the config inside that knows the placeholder.
-    """
+    """Text with the placeholders of one image after the first token."""
     config = getattr(scene.config, of) if of else scene.config
     special = config.get_text_config().vocab_size - _SPECIAL
     ids = torch.where(batch["input_ids"] >= special, 5, batch["input_ids"])

@@ -10,8 +10,8 @@ import torch
 from transformers import PretrainedConfig
 
 from tests.zoo import inputs as steps_in_python
-from tests.zoo.expressions import evaluate
 from tests.zoo.form import Batch, Draw, Inputs, Scene
+from tests.zoo.reading import evaluate
 
 _CONDITIONS = ("for", "not", "when", "if")
 Step = str | Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Published training runs (``published.yaml``) next to what ``autopar plan`` says of them."""
+"""Published training runs (``published_runs.yaml``) next to what ``autopar plan`` says of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,14 +23,7 @@ RUNS: dict[str, Any] = _DATA["runs"]
 
 
 class Outcome(NamedTuple):
-    """What the planner says of a published run.
-
-    Attributes:
-        published: The published tokens a second of a GPU.
-        estimate: The fastest candidate on the published mesh, with the published settings.
-        mesh: The fastest candidate on the published mesh with any settings.
-        best: The fastest proposal.
-    """
+    """What the planner says of a published run."""
 
     published: float
     estimate: Estimate
