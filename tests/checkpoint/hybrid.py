@@ -21,6 +21,7 @@ class Mesh(NamedTuple):
     tp: int
     pp: int
     zero: int = 0
+    cp: int = 1
 
 
 OF_TWO = [Mesh(2, 1), Mesh(1, 2), Mesh(1, 1, 1), Mesh(1, 1, 3)]
@@ -44,13 +45,25 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
 
 
-class Run:
-    """A model in training."""
+def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LinearLR:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
 
+
+class Run:
     def __init__(
-        self, name: str, mesh: Mesh, precision: str = "fp32", *, other: bool = False, dtype: torch.dtype = torch.float32
+        self,
+        name: str,
+        mesh: Mesh,
+        precision: str = "fp32",
+        *,
+        other: bool = False,
+        dtype: torch.dtype = torch.float32,
+        dropout: float = 0.0,
     ) -> None:
         model = deep(name, 2).to(dtype)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = dropout
         if other:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -59,13 +72,17 @@ class Run:
         if precision == "fp16":
             settings |= {"initial_scale": 256.0 if other else 1024.0, "growth_interval": 3}
         config = {
-            "model_parallelism": {"tensor_parallel_size": mesh.tp, "pipeline_parallel_size": mesh.pp},
+            "tp": mesh.tp,
+            "pp": mesh.pp,
+            "cp": mesh.cp,
             "pipeline": {"microbatch_size": 1},
             "zero": {"stage": mesh.zero},
             "precision": settings,
             "gradient_clipping": 1.0,
         }
-        self.model, self.optimizer = autopar.initialize(model, config, optimizer=adamw(groups_of(model)))
+        optimizer = adamw(groups_of(model))
+        self.scheduler = warm_up(optimizer)
+        self.model, self.optimizer = autopar.initialize(model, config, optimizer=optimizer, lr_scheduler=self.scheduler)
 
     def steps(self, start: int, stop: int) -> list[float]:
         """The losses of global batches, of which each replica has its part."""
@@ -75,24 +92,22 @@ class Run:
             loss = self.model.execute_pipeline(mine, optimizer=self.optimizer, broadcast_loss=True).loss
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.scheduler.step()
             dist.all_reduce(loss, group=dp.group)
             losses.append(loss.item() / dp.size)
         return losses
 
     def save(self, folder: Path, **more: Any) -> None:
-        self.model.save_parallelized(folder, optimizer=self.optimizer, **more)
+        self.model.save_parallelized(folder, optimizer=self.optimizer, lr_scheduler=self.scheduler, **more)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, **more: Any) -> None:
         """Objects stay, and what could lose bits warns."""
         before = [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            self.model.from_parallelized(folder, optimizer=self.optimizer)
+            self.model.from_parallelized(folder, optimizer=self.optimizer, lr_scheduler=self.scheduler, **more)
         assert before == [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
         assert set(before) == {id(parameter) for parameter in self.model.parameters()}
-
-    def close(self) -> None:
-        self.model.mpu.destroy()
 
     def whole(self) -> dict[str, torch.Tensor]:
         """On every rank: whole weights, ``name::key`` of the optimizer, ``name::stepped`` (the fp32 weight, if any).
@@ -108,7 +123,7 @@ class Run:
                 weight = step.master(parameter)
                 mine[f"{full}::stepped"] = parameter.detach() if weight is None else weight
                 mine |= {f"{full}::{key}": value for key, value in self.optimizer.state[parameter].items()}
-        everyone = everyones((mpu.tp.rank, whole_shards(mine, mpu.dp)))
+        everyone = everyones((mpu.tp.rank, whole_shards(mine, mpu.dp_cp)))
         result = {}
         for name in sorted({name for _, tensors in everyone for name in tensors}):
             held: dict[int, torch.Tensor] = {}
@@ -122,10 +137,10 @@ class Run:
         return result
 
 
-def whole_shards(tensors: dict[str, torch.Tensor], dp: Any) -> dict[str, torch.Tensor]:
+def whole_shards(tensors: dict[str, torch.Tensor], replicas: Any) -> dict[str, torch.Tensor]:
     """What the replicas share out, put together; ``full_tensor`` may take the groups of an earlier mesh."""
     shards = {name: tensor.to_local() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    parts = everyones(shards, dp.group) if shards else []
+    parts = everyones(shards, replicas.group) if shards else []
     return tensors | {name: torch.cat([part[name] for part in parts]) for name in shards}
 
 

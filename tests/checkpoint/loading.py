@@ -1,13 +1,18 @@
-"""What the tests of autopar.from_pretrained share: loading in both ways, and comparing the models."""
+"""What the tests of loading share: loading in both ways, comparing the models, what is read and what is logged."""
 
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import autopar
 from autopar.features.user_code.reads import ShardedParameter
+from autopar.storage.files import RangeFile
 
 
 def tp(size: int) -> dict[str, Any]:
@@ -64,3 +69,31 @@ def saved(folder: Path | str, model: Any, size: int) -> str:
     """A folder of shards that the ranks have written."""
     autopar.initialize(model, tp(size)).save_parallelized(str(folder))
     return str(folder)
+
+
+@contextlib.contextmanager
+def counted_bytes() -> Iterator[dict[str, int]]:
+    """Count the bytes that this process reads from each file of weights."""
+    counts: dict[str, int] = {}
+    read_runs = RangeFile.read_runs
+
+    def counting(self: RangeFile, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
+        places = list(places)
+        counts[self.path.name] = counts.get(self.path.name, 0) + len(places) * length
+        read_runs(self, target, places, length)
+
+    with mock.patch.object(RangeFile, "read_runs", counting):
+        yield counts
+
+
+@contextlib.contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """Collect the messages of a logger."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger(name).removeHandler(handler)

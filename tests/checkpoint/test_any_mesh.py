@@ -1,37 +1,43 @@
 """A checkpoint of any mesh loads on any other, weights and optimizer moments bit for bit; each rank reads its share."""
 
-from collections.abc import Callable, Iterable
-from contextlib import contextmanager
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
+    AutoModelForCausalLM,
 )
 
+import autopar
 from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.offline import reshard_checkpoint
-from autopar.checkpoint.shards import ShardReader
-from autopar.storage.files import RangeFile
-from tests.checkpoint.tiny import moment, with_moments
+from autopar.checkpoint.random_states import choose
+from tests.checkpoint.loading import counted_bytes
+from tests.checkpoint.tiny import assert_same_files, moment, stored_is, with_moments
 from tests.exchange import everyones
-from tests.parity import randomise
+from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled
+from tests.random_models import build as build_type, cases
 from tests.small import gpt2, llama, parallel
 
 MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 1)]
-SMALL: dict[str, Any] = {
-    "vocab_size": 131, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 37,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0,
-}  # fmt: skip
+
+
+def generating() -> Any:
+    """9 heads, fused q | k | v, tied embeddings; with a generation config."""
+    model = gpt2()
+    model.generation_config.update(do_sample=True, temperature=0.7)
+    return model
+
+
+def half() -> Any:
+    return llama().to(torch.bfloat16)
 
 
 def llama_two_kv_heads() -> Any:
@@ -46,35 +52,47 @@ def llama_nine_heads() -> Any:
 
 def phi3() -> Any:
     """``q | k | v`` of unequal widths in one weight, and ``gate | up``."""
-    torch.manual_seed(0)
-    return randomise(Phi3ForCausalLM(Phi3Config(**SMALL)))
+    return build_type(cases("phi3")[0], 6, 2)
 
 
 def bert() -> Any:
-    torch.manual_seed(0)
-    settings = {**SMALL, "num_attention_heads": 4}
-    del settings["num_key_value_heads"]
-    return randomise(BertForMaskedLM(BertConfig(**settings)))
+    return deep("bert", 2)
 
 
 def mixtral() -> Any:
     """Stacked experts, which ``save_pretrained`` writes one by one."""
-    torch.manual_seed(0)
-    return randomise(MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)))
+    return deep("mixtral", 2)
 
 
-MODELS = [gpt2, llama_two_kv_heads, llama_nine_heads, phi3, bert, mixtral]
+def nomic_bert() -> Any:
+    """Query, key and value, which ``save_pretrained`` joins."""
+    return build_type(cases("nomic_bert")[0], 6, 3)
+
+
+MODELS = [generating, llama_two_kv_heads, llama_nine_heads, phi3, bert, mixtral, half, nomic_bert]
+CONVERTED = [mixtral, nomic_bert]  # whose files, if there are several, need not hold the same tensors each
 
 
 def check(folder: Path, build: Callable[[], Any], tps: tuple[int, ...]) -> None:
-    """Save in ``tps[0]``, write all meshes, load each in all of ``tps``; the plain model is the oracle."""
+    """Save in ``tps[0]``, write all meshes, load each in all of ``tps``; the plain model is the oracle.
+
+    Merged folders, made by the ranks and made offline, are byte for byte what ``save_pretrained`` writes.
+    """
     weights = {name: tensor.clone() for name, tensor in build().state_dict().items()}
     source = parallel(build(), tps[0])
+    config = dict(vars(source.config))
     source.save_parallelized(folder / "ckpt", optimizer=with_moments(source))
+    source.save_parallelized(folder / "merged", merge_checkpoints=True)
+    source.save_parallelized(folder / "merged split", merge_checkpoints=True, max_shard_size=6000)
+    assert dict(vars(source.config)) == config, "saving must not touch the user's config"
     if dist.get_rank() == 0:
         for tp, pp in MESHES:
             reshard_checkpoint(folder / "ckpt", folder / f"{tp}-{pp}", tp=tp, pp=pp)
         build().save_pretrained(folder / "plain")
+        build().save_pretrained(folder / "split", max_shard_size=6000)
+        assert_same_files(folder / "merged", folder / "plain")
+        if build not in CONVERTED:
+            assert_same_files(folder / "merged split", folder / "split")
     dist.barrier()
     cut = 0
     for tp in tps:
@@ -89,10 +107,9 @@ def check(folder: Path, build: Callable[[], Any], tps: tuple[int, ...]) -> None:
             cut += compare(model, optimizer, weights, f"{name} at tp {tp}")
         model.save_parallelized(folder / f"again-{tp}", optimizer=optimizer)
         if dist.get_rank() == 0:
-            compare_files(folder / f"again-{tp}", weights)
-            merge_checkpoint(folder / f"again-{tp}", folder / "merged", force=True)
-            one, two = (folder / name / "model.safetensors" for name in ("merged", "plain"))
-            assert one.read_bytes() == two.read_bytes()
+            stored_is(folder / f"again-{tp}", weights)
+            merge_checkpoint(folder / f"again-{tp}", folder / "offline", force=True)
+            assert_same_files(folder / "offline", folder / "plain")
         dist.barrier()
     assert cut > 0 or tps == (1,)
 
@@ -116,39 +133,11 @@ def compare(model: Any, optimizer: Any, weights: dict[str, torch.Tensor], where:
     return cut
 
 
-def compare_files(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    with ShardReader(folder, ("model", "optimizer")) as shards:
-        for name, entry in shards.manifest.tensors.items():
-            assert torch.equal(shards.lazy(name).read(), weights[name]), name
-            if name in shards.manifest.parameters:
-                for key in ("exp_avg", "exp_avg_sq"):
-                    due = moment(name, key, 0, entry)
-                    assert torch.equal(shards.lazy(f"{name}::{key}", "optimizer").read(), due), f"{key} of {name}"
-
-
 @pytest.mark.tier("test", only=("phi3",))
 @pytest.mark.parametrize("build", MODELS)
 @pooled(world_size=4)
 def test_every_mesh_to_tp_1_2_and_4(tmp_path, build):
     check(tmp_path, build, (1, 2, 4))
-
-
-@contextmanager
-def counted_bytes():
-    """Counts what this process reads from the files of checkpoints."""
-    counts: dict[str, int] = {}
-    read_runs = RangeFile.read_runs
-
-    def counting(self: RangeFile, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
-        places = list(places)
-        counts[self.path.name] = counts.get(self.path.name, 0) + len(places) * length
-        read_runs(self, target, places, length)
-
-    RangeFile.read_runs = counting  # type: ignore[method-assign]
-    try:
-        yield counts
-    finally:
-        RangeFile.read_runs = read_runs  # type: ignore[method-assign]
 
 
 def headers(folder: Path) -> int:
@@ -189,7 +178,79 @@ def test_a_rank_reads_its_share_and_verification_reads_everything_once(tmp_path)
 
 
 @pytest.mark.tier("test", only=("llama_nine_heads",))
-@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("build", MODELS[::-1])
 @pooled(world_size=3)
 def test_every_mesh_to_tp_3(tmp_path, build):
     check(tmp_path, build, (3,))
+
+
+def test_random_states_of_context_ranks() -> None:
+    def entry(dp: int, state: str, **more: int) -> dict[str, object]:
+        return {"tp": 0, "pp": 0, "dp": dp, "cp": 0, "state": state, **more}
+
+    new = [entry(0, "a", cp=0), entry(0, "a1", cp=1), entry(1, "b", cp=0), entry(1, "b1", cp=1)]
+    assert [choose(new, 0, 0, dp, cp) for dp in (0, 1) for cp in (0, 1, 2)] == ["a", "a1", "a", "b", "b1", "b"]
+    assert choose(new[:2], 0, 0, 1) == "a"  # one replica was there: another one draws like it
+
+
+@pytest.mark.tier("test")
+@pytest.mark.filterwarnings("error")
+@pooled(world_size=4)
+def test_train_save_merge_and_read_with_plain_transformers(tmp_path):
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model = parallel(model, 2)
+    engine = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    ids = torch.randint(131, (2, 8), generator=torch.Generator().manual_seed(model.mpu.dp.rank))
+    for _ in range(2):
+        engine(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.module.save_parallelized(tmp_path / "ckpt")
+    for name, options in {"safe": {}, "split": {"max_shard_size": "9KB"}, "bin": {"format": "bin"},
+                          "bins": {"format": "bin", "max_shard_size": "9KB"}}.items():  # fmt: skip
+        model.save_parallelized(tmp_path / name, merge_checkpoints=True, **options)
+        assert all("module." not in key for key in model.state_dict())
+        plain, report = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(report.values()), report
+        ids = ids % 100
+        with torch.no_grad():
+            expected, actual = model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits
+        assert (expected - actual).abs().max() < 1e-5
+        assert (actual - gpt2().eval()(input_ids=ids).logits).abs().max() > 0.1, "training must have changed something"
+    assert "pytorch_model.bin" in os.listdir(tmp_path / "bin")
+    assert "pytorch_model.bin.index.json" in os.listdir(tmp_path / "bins")
+    resumed = parallel(gpt2(), 2).from_parallelized(tmp_path / "ckpt").eval()
+    with torch.no_grad():
+        assert torch.equal(resumed(input_ids=ids).logits, expected)
+    dist.barrier()
+    whole = autopar.deparallelize(resumed)
+    assert all(torch.equal(one, two) for one, two in zip(whole.parameters(), plain.parameters(), strict=True))
+    assert not hasattr(whole, "save_parallelized")
+
+
+class Scored(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.language = gpt2()
+        self.score = torch.nn.Linear(131, 5)
+
+
+@pooled(world_size=2)
+def test_a_module_around_the_model_merges_into_a_folder_that_from_pretrained_reads(tmp_path):
+    plain = Scored()
+    model = parallel(Scored(), 2)
+    with torch.no_grad():
+        model.score.weight.copy_(plain.score.weight)
+    model.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for name, tensor in plain.language.state_dict().items():
+        assert torch.equal(read.state_dict()[name], tensor), name
+    outside = load_file(tmp_path / "merged" / "wrapper.safetensors")
+    assert sorted(outside) == ["score.bias", "score.weight"]
+    assert torch.equal(outside["score.weight"], plain.score.weight)
+    model.save_parallelized(tmp_path / "shards")
+    with torch.no_grad():
+        model.score.weight.zero_()
+    model.from_parallelized(tmp_path / "shards")
+    assert torch.equal(model.score.weight, plain.score.weight)

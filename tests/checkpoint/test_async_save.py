@@ -6,8 +6,7 @@ import os
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,15 +19,17 @@ from autopar.checkpoint import Manifest, save as snapshot
 from autopar.checkpoint.shards import ShardReader, check_checkpoint
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import (
+    FULL_DISK,
     TinyConfig,
     TinyModel,
+    before_each_write,
     local,
-    moment,
+    raising,
     same,
     saved_state,
     state_tensors,
+    stored_is,
     tiny,
     with_moments,
 )
@@ -40,33 +41,12 @@ from tests.worlds import PRELOAD, join, raises_everywhere
 @contextmanager
 def held_up():
     """Writing waits until the event that this gives is set."""
-    go, write = threading.Event(), SafetensorsWriter.write
-
-    def waiting(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
-        assert go.wait(60)
-        write(self, name, tensor)
-
-    SafetensorsWriter.write = waiting  # type: ignore[method-assign]
-    try:
-        yield go
-    finally:
-        go.set()
-        SafetensorsWriter.write = write  # type: ignore[method-assign]
-
-
-@contextmanager
-def full_disk(rank: int):
-    write = SafetensorsWriter.write
-
-    def full(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
-        raise OSError(28, "No space left on device")
-
-    if dist.get_rank() == rank:
-        SafetensorsWriter.write = full  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        SafetensorsWriter.write = write  # type: ignore[method-assign]
+    go = threading.Event()
+    with before_each_write(lambda _: go.wait(60)):
+        try:
+            yield go
+        finally:
+            go.set()
 
 
 def scramble(model: Any, optimizer: Any) -> None:
@@ -124,7 +104,7 @@ def test_an_error_comes_at_the_next_call_once_and_on_every_rank(tmp_path):
         "load": lambda: model.from_parallelized(tmp_path / "ckpt"),
     }
     for name, call in calls.items():
-        with full_disk(1):
+        with before_each_write(raising(FULL_DISK)) if mpu.rank == 1 else nullcontext():
             model.save_parallelized(tmp_path / "ckpt", async_save=True)
             while model._autopar_checkpoint.background._thread.is_alive():
                 time.sleep(0.01)
@@ -135,6 +115,12 @@ def test_an_error_comes_at_the_next_call_once_and_on_every_rank(tmp_path):
         dist.barrier()
         model.wait_for_save()  # it is said once
     (tmp_path / "file").write_text("x")
+    with pytest.MonkeyPatch.context() as patch:
+        if mpu.rank == 1:
+            patch.setattr(snapshot.Snapshot, "copied", lambda _: raising(MemoryError("no memory"))(""))
+        with raises_everywhere(CheckpointError, "MemoryError: no memory", "by rank 1 of 2"):
+            model.save_parallelized(tmp_path / "copy", async_save=True)
+        assert not (tmp_path / "copy").exists()
     with raises_everywhere(CheckpointError, "cannot make", "below"):  # no folder can be made there: said at once
         model.save_parallelized(tmp_path / "file" / "below", async_save=True)
     model.wait_for_save()
@@ -144,27 +130,7 @@ def test_an_error_comes_at_the_next_call_once_and_on_every_rank(tmp_path):
 
 
 @pooled(world_size=2)
-def test_a_rank_without_memory_for_the_copy_stops_all_of_them(tmp_path):
-    mpu = MPU(tensor_parallel_size=2)
-    model = tiny(mpu)
-    copied = snapshot.Snapshot.copied
-
-    def no_memory(self: Any) -> Any:
-        raise MemoryError("no memory")
-
-    if mpu.rank == 1:
-        snapshot.Snapshot.copied = no_memory  # type: ignore[method-assign]
-    with raises_everywhere(CheckpointError, "MemoryError: no memory", "by rank 1 of 2"):
-        model.save_parallelized(tmp_path / "ckpt", async_save=True)
-    snapshot.Snapshot.copied = copied  # type: ignore[method-assign]
-    assert os.listdir(tmp_path) == []
-    model.save_parallelized(tmp_path / "ckpt", async_save=True)
-    model.wait_for_save()
-    assert Manifest.read(tmp_path / "ckpt")
-
-
-@pooled(world_size=2)
-def test_several_in_a_row_merged_ones_too_and_the_last_ones_remain(tmp_path):
+def test_several_in_a_row_merged_ones_too_the_last_ones_remain_and_a_copy_does_not_wait(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
     for number in range(5):
@@ -179,6 +145,16 @@ def test_several_in_a_row_merged_ones_too_and_the_last_ones_remain(tmp_path):
         model.from_parallelized(tmp_path / f"step-{number}")
         assert (model.norm.weight == number).all()
     assert set(load_file(tmp_path / "merged" / "model.safetensors")) == set(saved_state(model))
+    with held_up() as go:
+        model.save_parallelized(tmp_path / "ckpt", async_save=True)
+        twin = copy.deepcopy(model)
+        twin.wait_for_save()  # it has nothing to wait for
+        assert not (tmp_path / "ckpt").exists()
+        go.set()
+        model.wait_for_save()
+    twin.save_parallelized(tmp_path / "twin", async_save=True)
+    twin.wait_for_save()
+    assert (tmp_path / "ckpt").exists() and (tmp_path / "twin").exists()
 
 
 @pooled(world_size=2)
@@ -200,33 +176,14 @@ def test_deparallelize_waits(tmp_path):
     assert Manifest.read(tmp_path / "again")
 
 
-@pooled(world_size=2)
-def test_a_deep_copy_has_nothing_to_wait_for(tmp_path):
-    model = tiny(MPU(tensor_parallel_size=2))
-    with held_up() as go:
-        model.save_parallelized(tmp_path / "ckpt", async_save=True)
-        twin = copy.deepcopy(model)
-        twin.wait_for_save()
-        assert not (tmp_path / "ckpt").exists()
-        go.set()
-        model.wait_for_save()
-    twin.save_parallelized(tmp_path / "twin", async_save=True)
-    twin.wait_for_save()
-    assert sorted(os.listdir(tmp_path)) == ["ckpt", "twin"]
+SLOW = before_each_write(lambda _: time.sleep(0.05))
 
 
 def script(rank: int, world: str, folder: str, how: str) -> None:
-    """What a user's script does; it ends as a script ends."""
     torch.set_num_threads(1)
     join(rank, 2, world, 60)
     model = tiny(MPU(tensor_parallel_size=2), seed=4)
-    write = SafetensorsWriter.write
-
-    def slow(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
-        time.sleep(0.05)
-        write(self, name, tensor)
-
-    SafetensorsWriter.write = slow  # type: ignore[method-assign]
+    SLOW.__enter__()  # until the process ends
     model.save_parallelized(folder, optimizer=with_moments(model, seed=4), async_save=True)
     if how == "destroys":
         dist.destroy_process_group()
@@ -251,15 +208,5 @@ def test_a_script_that_ends_without_waiting_leaves_a_whole_checkpoint(tmp_path, 
             if process.is_alive():
                 process.kill()
         assert [process.exitcode for process in ranks] == [3 if how == "raises" else 0] * 2
-    assert_whole(tmp_path / "ckpt", 4)
-
-
-def assert_whole(folder: Path, seed: int) -> None:
-    assert check_checkpoint(folder)["problems"] == []
-    plain = TinyModel(TinyConfig(), seed).state_dict()
-    with ShardReader(folder, ("model", "optimizer")) as shards:
-        for name, entry in shards.manifest.tensors.items():
-            assert torch.equal(shards.lazy(name).read(), plain[name]), name
-            if name in shards.manifest.parameters:
-                due = moment(name, "exp_avg", seed, entry)
-                assert torch.equal(shards.lazy(f"{name}::exp_avg", "optimizer").read(), due), name
+    assert check_checkpoint(tmp_path / "ckpt")["problems"] == []
+    stored_is(tmp_path / "ckpt", TinyModel(TinyConfig(), 4).state_dict(), 4)

@@ -1,7 +1,12 @@
 """Damaged checkpoints: each damage is refused by name, and ``check_checkpoint`` lists all of them."""
 
+import copy
 import os
+import random
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,69 +15,59 @@ from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.offline import reshard_checkpoint
 from autopar.checkpoint.rotation import latest, next_order
 from autopar.checkpoint.shards import check_checkpoint
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from tests.checkpoint.tiny import rewrite_manifest, save_alone
+from autopar.storage.safetensors_io import SafetensorsReader
+from tests.checkpoint.tiny import (
+    flip,
+    local,
+    moment,
+    places,
+    rewrite_manifest,
+    same,
+    save_alone,
+    state_tensors,
+    tiny,
+    with_moments,
+)
+
+SHARD = "model-tp1-pp0.safetensors"
+TP = ("tensor_parallel_size", "expert_parallel_size")
 
 
-def break_missing(folder):
-    os.remove(folder / "model-tp1-pp1.safetensors")
-
-
-def break_truncated(folder):
-    os.truncate(folder / "model-tp1-pp0.safetensors", 200)
-
-
-def break_inside(folder):
-    path = folder / "model-tp1-pp0.safetensors"
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def break_swapped(folder):
+def swap(folder):
     for one, other in (("0", "x"), ("1", "0"), ("x", "1")):
         os.rename(folder / f"model-tp{one}-pp0.safetensors", folder / f"model-tp{other}-pp0.safetensors")
 
 
-def break_copied(folder):
-    shutil.copy(folder / "model-tp0-pp1.safetensors", folder / "model-tp1-pp1.safetensors")
+def mix(folder):
+    save_alone(folder.parent / "other", 2, seed=1, pp=2, save_id="another")
+    shutil.copy(folder.parent / "other" / SHARD, folder)
 
 
-def break_mixed(folder, pp=2):
-    save_alone(folder.parent / "other", 2, seed=1, pp=pp, save_id="another")
-    shutil.copy(folder.parent / "other" / "model-tp1-pp0.safetensors", folder)
-
-
-def flip(path, at: int = -1) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def break_bit(folder):
-    flip(folder / "model-tp1-pp0.safetensors", -3)
-
-
-def break_header(folder):
+def change_the_header(path):
     """A change that the rest of the header does not contradict."""
-    path = folder / "model-tp1-pp0.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"format":"pt"', b'"format":"pT"'))
-
-
-def break_config(folder):
-    os.remove(folder / "config.json")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (break_missing, "ckpt is incomplete: 3 of 4 shards found, model-tp1-pp1.safetensors is missing"),
-        (break_truncated, r"model-tp1-pp0\.safetensors is truncated or overwritten: expected \d+ bytes, got 200"),
-        (break_inside, r"model-tp1-pp0\.safetensors is truncated or overwritten"),
-        (break_swapped, r"model-tp0-pp0\.safetensors was saved as model-tp1-pp0\.safetensors"),
-        (break_copied, r"model-tp1-pp1\.safetensors was saved as model-tp0-pp1\.safetensors"),
-        (break_mixed, r"model-tp1-pp0\.safetensors belongs to another save"),
-        (break_bit, r"model-tp1-pp0\.safetensors is damaged"),
-        (break_header, r"model-tp1-pp0\.safetensors is damaged: the checksum of its header differs"),
-        (break_config, r"config\.json is missing"),
+        (
+            lambda f: os.remove(f / "model-tp1-pp1.safetensors"),
+            "ckpt is incomplete: 3 of 4 shards found, model-tp1-pp1.safetensors is missing",
+        ),
+        (lambda f: os.truncate(f / SHARD, 200), f"{SHARD} is truncated or overwritten: expected \\d+ bytes, got 200"),
+        (lambda f: os.truncate(f / SHARD, (f / SHARD).stat().st_size - 1), f"{SHARD} is truncated or overwritten"),
+        (swap, f"model-tp0-pp0.safetensors was saved as {SHARD}"),
+        (
+            lambda f: shutil.copy(f / "model-tp0-pp1.safetensors", f / "model-tp1-pp1.safetensors"),
+            "model-tp1-pp1.safetensors was saved as model-tp0-pp1.safetensors",
+        ),
+        (mix, f"{SHARD} belongs to another save"),
+        (lambda f: flip(f / SHARD, -3), f"{SHARD} is damaged"),
+        (lambda f: change_the_header(f / SHARD), f"{SHARD} is damaged: the checksum of its header differs"),
+        (lambda f: os.remove(f / "config.json"), "config.json is missing"),
     ],
 )
 def test_broken_checkpoints_are_refused_and_nothing_is_written(tmp_path, damage, message):
@@ -84,136 +79,94 @@ def test_broken_checkpoints_are_refused_and_nothing_is_written(tmp_path, damage,
     assert {name for name in os.listdir(tmp_path) if "merged" in name} == set()
 
 
-def edited(change):
-    """An edit in place as one that returns what it edited."""
-
-    def apply(data):
-        change(data)
-        return data
-
-    return apply
+def model(data):
+    return data["parts"]["model"]
 
 
-def drop(key):
-    return edited(lambda data: data.pop(key))
+def shard(data, tp=0):
+    return model(data)["files"][f"model-tp{tp}-pp0.safetensors"]
 
 
-def tensors(data):
-    return data["parts"]["model"]["tensors"]
+def gates(data, *ends):
+    """Another layout of the tensor named gate."""
+    model(data)["tensors"]["gate"]["layout"]["blocks"][0]["shares"] = list(ends)
 
 
-def files(data):
-    return data["parts"]["model"]["files"]
-
-
-def escape(data):
-    files(data)["../secret.safetensors"] = files(data).pop("model-tp1-pp0.safetensors")
-
-
-def another_rank(data):
-    files(data)["model-tp7-pp0.safetensors"] = {**files(data).pop("model-tp1-pp0.safetensors"), "tp": 7}
-
-
-def replica(data):
-    files(data)["model-tp1-pp0-dp3.safetensors"] = {**files(data).pop("model-tp1-pp0.safetensors"), "dp": 3}
-
-
-def uncovered(data):
-    tensors(data)["gate"]["layout"]["blocks"][0]["shares"] = [[0, 3], [4, 7]]
-
-
-def three_ranks(data):
-    tensors(data)["gate"]["layout"]["blocks"][0]["shares"] = [[0, 3], [3, 5], [5, 7]]
-
-
-def unheld(data):
-    for record in files(data).values():
-        record["xxh3"].pop("gate", None)
-
-
-def rows(name, *ends):
-    return edited(lambda data: files(data)["model-tp0-pp0.safetensors"]["rows"].update({name: ends}))
-
-
-def stranger(data):
-    files(data)["model-tp0-pp0.safetensors"]["xxh3"]["stranger"] = "0" * 16
-
-
-TP = ("tensor_parallel_size", "expert_parallel_size")
-
-
-def held_twice(data):
-    files(data)["model-tp1-pp0.safetensors"]["xxh3"]["step"] = "0" * 16
+def renamed(data, name, **record):
+    model(data)["files"][name] = {**model(data)["files"].pop(SHARD), **record}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: [], "autopar.json is not a manifest"),
-        (lambda data: None, "autopar.json is not a manifest"),
-        (
-            edited(lambda d: d.update(format_version=1)),
-            r"format_version 1; this .* reads 9\n  Load it with the version",
-        ),
-        (drop("format_version"), "'format_version' is missing"),
-        (drop("parts"), "damaged: 'parts' is missing"),
-        (edited(lambda d: d["parts"].pop("model")), "damaged: 'model' is missing"),
-        (edited(lambda d: d["parts"].update(models=d["parts"]["model"])), "got 'models'"),
-        (drop("save_id"), "damaged: 'save_id' is missing"),
-        (edited(lambda d: d.update(mesh=3)), "damaged"),
-        (edited(lambda d: d["mesh"].update(tensor_parallel_size=0)), "damaged: the sizes of the mesh"),
-        (edited(lambda d: d["mesh"].update(data_parallel_size=10**9)), "damaged: the sizes of the mesh"),
-        (edited(lambda d: d["mesh"].update(dict.fromkeys(TP, 3))), "a layout is for 2 ranks in a mesh of 3"),
-        (edited(lambda d: d["mesh"].update(dict.fromkeys(TP, 1))), "is outside of the mesh"),
-        (edited(lambda d: d["parts"]["model"].update(tensors=[])), "damaged"),
-        (edited(lambda d: tensors(d)["gate"].update(dtype="object")), "damaged: 'object' is not a dtype"),
-        (edited(lambda d: tensors(d)["gate"].update(shape=[8, 3])), "damaged: the layout of gate"),
-        (edited(lambda d: tensors(d)["gate"].update(saved_as="proj.weight")), "two tensors are saved as proj.weight"),
-        (edited(lambda d: d["along"].update({"../config.json": "0" * 16})), r"names the file '\.\./config\.json'"),
-        (edited(lambda d: d["along"].update({"/etc/passwd": "0" * 16})), "names the file '/etc/passwd'"),
-        (edited(lambda d: files(d)["model-tp0-pp0.safetensors"].update(header_xxh3="..")), "got '..'"),
-        (edited(escape), r"the file name '\.\./secret\.safetensors' does not match its record"),
-        (edited(another_rank), r"model-tp7-pp0\.safetensors is outside of the mesh \(2, 1, 1\)"),
-        (edited(replica), r"model-tp1-pp0-dp3\.safetensors is outside of the mesh"),
-        (edited(uncovered), "no rank holds unit 3 of 7 ffn"),
-        (edited(three_ranks), "a layout is for 3 ranks in a mesh of 2"),
-        (edited(unheld), "no file holds row 0 of gate on tensor-parallel rank 0"),
-        (edited(lambda d: files(d)["model-tp0-pp0.safetensors"]["xxh3"].pop("gate")), "no file holds row 0 of gate on"),
-        (edited(held_twice), "several files hold row 0 of step on tensor-parallel rank 0"),
-        (rows("gate", 0, 3), "no file holds row 3 of gate on tensor-parallel rank 0"),
-        (rows("gate", 1, 4), "no file holds row 0 of gate on tensor-parallel rank 0"),
-        (rows("gate", 0, 5), "several files hold row 4 of gate on tensor-parallel rank 0"),
-        (rows("gate", -1, 4), "several files hold row -1 of gate"),
-        (rows("gate", 0), "damaged: not enough values"),
-        (edited(stranger), "holds stranger, which is not a tensor of the model"),
+        (lambda d: d.update(format_version=1), r"format_version 1; this .* reads 9\n  Load it with the version"),
+        (lambda d: d.pop("format_version"), "'format_version' is missing"),
+        (lambda d: d.pop("parts"), "damaged: 'parts' is missing"),
+        (lambda d: d["parts"].pop("model"), "damaged: 'model' is missing"),
+        (lambda d: d["parts"].update(models=model(d)), "got 'models'"),
+        (lambda d: d.pop("save_id"), "damaged: 'save_id' is missing"),
+        (lambda d: d.update(mesh=3), "damaged"),
+        (lambda d: d["mesh"].update(tensor_parallel_size=0), "damaged: the sizes of the mesh"),
+        (lambda d: d["mesh"].update(data_parallel_size=10**9), "damaged: the sizes of the mesh"),
+        (lambda d: d["mesh"].update(dict.fromkeys(TP, 3)), "a layout is for 2 ranks in a mesh of 3"),
+        (lambda d: d["mesh"].update(dict.fromkeys(TP, 1)), "is outside of the mesh"),
+        (lambda d: model(d).update(tensors=[]), "damaged"),
+        (lambda d: model(d)["tensors"]["gate"].update(dtype="object"), "damaged: 'object' is not a dtype"),
+        (lambda d: model(d)["tensors"]["gate"].update(shape=[8, 3]), "damaged: the layout of gate"),
+        (lambda d: model(d)["tensors"]["gate"].update(saved_as="proj.weight"), "two tensors are saved as proj.weight"),
+        (lambda d: d["along"].update({"../config.json": "0" * 16}), r"names the file '\.\./config\.json'"),
+        (lambda d: d["along"].update({"/etc/passwd": "0" * 16}), "names the file '/etc/passwd'"),
+        (lambda d: shard(d).update(header_xxh3=".."), "got '..'"),
+        (lambda d: renamed(d, "../x.safetensors"), r"the file name '\.\./x\.safetensors' does not match its record"),
+        (lambda d: renamed(d, "model-tp7-pp0.safetensors", tp=7), r"tp7-pp0.* is outside of the mesh \(2, 1, 1\)"),
+        (lambda d: renamed(d, "model-tp1-pp0-dp3.safetensors", dp=3), "tp1-pp0-dp3.* is outside of the mesh"),
+        (lambda d: gates(d, [0, 3], [4, 7]), "no rank holds unit 3 of 7 ffn"),
+        (lambda d: gates(d, [0, 3], [3, 5], [5, 7]), "a layout is for 3 ranks in a mesh of 2"),
+        (lambda d: [shard(d, tp)["xxh3"].pop("gate") for tp in (0, 1)], "no file holds row 0 of gate on tensor-"),
+        (lambda d: shard(d)["xxh3"].pop("gate"), "no file holds row 0 of gate on"),
+        (lambda d: shard(d, 1)["xxh3"].update(step="0" * 16), "several files hold row 0 of step on tensor-parallel"),
+        (lambda d: shard(d)["rows"].update(gate=(0, 3)), "no file holds row 3 of gate on tensor-parallel rank 0"),
+        (lambda d: shard(d)["rows"].update(gate=(1, 4)), "no file holds row 0 of gate on tensor-parallel rank 0"),
+        (lambda d: shard(d)["rows"].update(gate=(0, 5)), "several files hold row 4 of gate on tensor-parallel rank 0"),
+        (lambda d: shard(d)["rows"].update(gate=(-1, 4)), "several files hold row -1 of gate"),
+        (lambda d: shard(d)["rows"].update(gate=(0,)), "damaged: not enough values"),
+        (lambda d: shard(d)["xxh3"].update(stranger="0" * 16), "holds stranger, which is not a tensor of the model"),
     ],
 )
 def test_a_manifest_that_contradicts_itself(tmp_path, change, message):
-    """Even if its own checksum is right."""
     save_alone(tmp_path, 2)
-    Manifest.read(tmp_path)
-    rewrite_manifest(tmp_path, change)
+    rewrite_manifest(tmp_path, lambda data: (change(data), data)[1])
     for read in (lambda: merge_checkpoint(tmp_path, tmp_path / "merged"), lambda: check_checkpoint(tmp_path)):
         with pytest.raises(CheckpointError, match=message):
             read()
 
 
-@pytest.mark.parametrize("change", [edited(lambda d: d.update(policy="other.yaml")), edited(lambda d: None)])
-def test_a_manifest_that_was_changed(tmp_path, change):
+def test_a_manifest_that_was_changed(tmp_path):
     """Its own checksum is that of other bytes, even if the JSON is the same."""
+    changed = r"autopar\.json was changed after the save: its checksum"
+
+    def refused(message=changed):
+        for read in (Manifest.read, check_checkpoint):
+            with pytest.raises(CheckpointError, match=message):
+                read(tmp_path)
+
     save_alone(tmp_path, 2)
     (tmp_path / "autopar.json").write_bytes((tmp_path / "autopar.json").read_bytes().replace(b'"tiny"', b'"tiny" '))
-    with pytest.raises(CheckpointError, match=r"autopar\.json was changed after the save: its checksum"):
+    refused()
+    for policy in ("tiny.yaml", "other.yaml"):
+        rewrite_manifest(tmp_path, lambda data, policy=policy: {**data, "policy": policy})
         Manifest.read(tmp_path)
-    rewrite_manifest(tmp_path, change)
-    Manifest.read(tmp_path)
-    rewrite_manifest(tmp_path, edited(lambda d: d.update(hf_prefix="x.")), checksum_too=False)
-    with pytest.raises(CheckpointError, match="was changed after the save"):
-        Manifest.read(tmp_path)
+    rewrite_manifest(tmp_path, lambda data: {**data, "hf_prefix": "x."}, checksum_too=False)
+    refused()
     text = (tmp_path / "autopar.json").read_bytes()
     (tmp_path / "autopar.json").write_bytes(text[: text.rindex(b",\n")] + b"\n}\n")  # no checksum at all
-    with pytest.raises(CheckpointError, match="was changed after the save"):
-        Manifest.read(tmp_path)
+    refused()
+    for text in (b"[]", b"null"):
+        (tmp_path / "autopar.json").write_bytes(text)
+        refused("autopar.json is not a manifest")
+    for text in (b"", b"{", b"\xff\xfe", b"[" * 100_000):
+        (tmp_path / "autopar.json").write_bytes(text)
+        refused(r"autopar\.json")
 
 
 def test_a_manifest_that_is_a_named_pipe_keeps_nobody_waiting(tmp_path):
@@ -226,17 +179,9 @@ def test_a_manifest_that_is_a_named_pipe_keeps_nobody_waiting(tmp_path):
             read(tmp_path / "step-1")
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
-def test_a_manifest_that_is_no_json(tmp_path, text):
-    (tmp_path / "autopar.json").write_bytes(text)
-    with pytest.raises(CheckpointError, match=r"autopar\.json"):
-        Manifest.read(tmp_path)
-
-
 def test_a_header_that_contradicts_the_manifest(tmp_path):
     save_alone(tmp_path, 2)
-    as_wide = edited(lambda d: tensors(d)["norm.weight"].update(dtype="float16"))
-    rewrite_manifest(tmp_path, as_wide)
+    rewrite_manifest(tmp_path, lambda d: (model(d)["tensors"]["norm.weight"].update(dtype="float16"), d)[1])
     with pytest.raises(CheckpointError, match=r"expected float16 \[4\] \(autopar.json\), got bfloat16 \[4\]"):
         merge_checkpoint(tmp_path, tmp_path / "merged")
 
@@ -248,6 +193,8 @@ def test_folders_that_are_no_checkpoint(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"it has no autopar\.json"):
         Manifest.read(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"it has no autopar\.json"):
+        check_checkpoint(tmp_path / "empty")
     merge_checkpoint(tmp_path / "checkpoint", tmp_path / "merged")
     with pytest.raises(CheckpointError, match="use from_pretrained"):
         Manifest.read(tmp_path / "merged")
@@ -309,10 +256,138 @@ def test_a_file_without_tensors_is_looked_at_too(tmp_path):
     assert len(check_checkpoint(tmp_path / "many")["problems"]) == 2
 
 
-def test_what_is_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=r"it has no autopar\.json"):
-        check_checkpoint(tmp_path)
-    save_alone(tmp_path, 1)
-    flip(tmp_path / "autopar.json", 200)
-    with pytest.raises(CheckpointError, match=r"autopar\.json"):
-        check_checkpoint(tmp_path)
+COUNT = 150
+VALUES = [None, True, -1, 0, 1, 2**70, 1e308, float("nan"), "", "x", "../x", "0" * 16, [], {}, [[0, 1]], {"$": "tuple"}]
+BYTES = ["flip", "flip", "truncate", "append", "scramble"]
+
+
+def damage_bytes(draw: random.Random, path: Path) -> str | None:
+    """Change a file; return the tensor of which bytes were changed, and nothing else."""
+    way, data, entries = draw.choice(BYTES), bytearray(path.read_bytes()), {}
+    if way == "flip" and path.suffix == ".safetensors":
+        with SafetensorsReader(path) as reader:
+            entries = reader.entries
+    at = draw.randrange(len(data))
+    if way == "flip":
+        data[at] ^= 1 << draw.randrange(8)
+    elif way == "truncate":
+        del data[draw.choice([0, 4, len(data) - 1, at]) :]
+    elif way == "append":
+        data += draw.randbytes(draw.choice([1, 8, 1000]))
+    else:
+        data = bytearray(draw.randbytes(len(data)))
+    path.write_bytes(data)
+    return next((name for name, entry in entries.items() if entry.start <= at < entry.stop), None)
+
+
+def edited(draw: random.Random, data: Any) -> Any:
+    """One random edit somewhere in the manifest, at every depth as often."""
+    everywhere = list(places(data))
+    depth = draw.choice(sorted({len(path) for path in everywhere}))
+    *path, key = draw.choice([path for path in everywhere if len(path) == depth])
+    holder = data
+    for step in path:
+        holder = holder[step]
+    old = copy.deepcopy(holder[key])
+    way = draw.choice(["remove", "replace", "more"] + (["rename"] if isinstance(holder, dict) else ["repeat"]))
+    if way == "more" and type(old) is int:
+        holder[key] += draw.choice([-1, 1, 100])
+    elif way == "remove":
+        del holder[key]
+    elif way == "rename":
+        holder[draw.choice(["x", f"{key}x", "../x"])] = holder.pop(key)
+    elif way == "repeat":
+        holder.insert(key, old)
+    else:
+        holder[key] = draw.choice([value for value in VALUES if value != old or type(value) is not type(old)])
+    return data
+
+
+def training(seed: int) -> dict[str, Any]:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)], 0.1), lambda step: 1.0)
+    return {"lr_scheduler": scheduler, "extra": {"epoch": seed, "ema": [torch.arange(50.0) + seed, ("x", {"y": 1.5})]}}
+
+
+def load(mpu: MPU, folder: Path) -> Any:
+    """Load everything into something new; whatever is refused leaves the model as it was."""
+    model = tiny(mpu, seed=7)
+    optimizer, extra = with_moments(model, seed=7), {}
+    before = (local(model), state_tensors(optimizer))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    try:
+        model.from_parallelized(folder, optimizer=optimizer, lr_scheduler=scheduler, extra=extra)
+    except CheckpointError as error:
+        if "rand" not in str(error):
+            assert same(local(model), before[0]), f"it was refused after it had been loaded: {error}"
+            assert all(torch.equal(*pair) for pair in zip(state_tensors(optimizer), before[1], strict=True))
+        raise
+    return model, optimizer
+
+
+def is_what_was_saved(loaded: Any, plain: Any) -> None:
+    model, optimizer = loaded
+    assert same(local(model), local(plain)), "other weights were loaded"
+    plan = model._autopar_checkpoint.plan
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            due = moment(name, key, 0, plan.tensors[name])
+            assert torch.equal(optimizer.state[parameter][key], due), f"another {key} of {name} was loaded"
+
+
+def refused(action: Callable[[], Any]) -> str | None:
+    """The message of the CheckpointError, or what the check lists; any other exception goes through."""
+    try:
+        done = action()
+    except CheckpointError as error:
+        return str(error)
+    return "\n".join(done.get("problems", ())) or None if isinstance(done, dict) else None
+
+
+@pytest.mark.tier("all")
+def test_every_damage_is_found(tmp_path: Path, alone: MPU) -> None:
+    plain, folder, merged = (
+        save_alone(tmp_path / "good", 2, pp=2, optimizer=True, **training(0)),
+        *(tmp_path / name for name in ("ckpt", "merged")),
+    )
+    is_what_was_saved(load(alone, tmp_path / "good"), plain)
+    harmless = named = 0
+    for number in range(COUNT):
+        draw = random.Random(number)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(merged, ignore_errors=True)
+        shutil.copytree(tmp_path / "good", folder)
+        name, tensor, forged = "autopar.json", None, number % 4 == 0
+        if number % 4 < 2:
+            rewrite_manifest(folder, lambda data, draw=draw: edited(draw, data), checksum_too=forged)
+        else:
+            name = draw.choice(sorted(name for name in os.listdir(folder) if name.endswith((".safetensors", ".json"))))
+            tensor = damage_bytes(draw, folder / name)
+        loaded: list[Any] = []
+        said = {
+            "check": refused(lambda: check_checkpoint(folder)),
+            "load": refused(lambda loaded=loaded: loaded.append(load(alone, folder))),
+            "merge": refused(lambda: merge_checkpoint(folder, merged)),
+        }
+        if loaded:
+            is_what_was_saved(loaded[0], plain)
+        if forged:
+            harmless += not said["load"]
+            continue
+        unconcerned = (
+            {"load"} if name == "config.json" else {"merge"} if name.startswith(("optimizer", "extra")) else ()
+        )
+        for who, text in said.items():
+            case = f"{who}, damage {number} of {name}: {text}"
+            assert (text is None) == (who in unconcerned), case
+            assert text is None or (name in text and (tensor is None or tensor in text)), case
+        named += tensor is not None
+        assert merged.exists() == (said["merge"] is None), number
+    assert 0 < harmless < COUNT / 8 and named > COUNT / 10, (harmless, named)
+
+
+def test_extra_that_is_not_a_dict_is_refused_before_weights_are_loaded(tmp_path: Path, alone: MPU) -> None:
+    folder = tmp_path / "ckpt"
+    save_alone(folder, 2, pp=2, optimizer=True, **training(0))
+    rewrite_manifest(folder, lambda data: {**data, "training": {**data["training"], "extra": [1]}})
+    with pytest.raises(CheckpointError, match="is damaged: extra must be a dict, got list"):
+        load(alone, folder)

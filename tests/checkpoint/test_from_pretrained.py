@@ -1,8 +1,11 @@
-"""autopar.from_pretrained against transformers' from_pretrained followed by initialize: equal bit for bit."""
+"""autopar.from_pretrained against transformers' from_pretrained followed by initialize: bit for bit, or refused."""
 
+import functools
 import json
-import logging
+import os
+import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertForMaskedLM,
     BertForSequenceClassification,
@@ -19,12 +23,15 @@ from transformers import (
     GenerationConfig,
     GPT2LMHeadModel,
     LlamaForCausalLM,
+    PreTrainedModel,
     T5ForConditionalGeneration,
 )
 
 import autopar
+from autopar.cli.split import split_checkpoint
 from autopar.errors import CheckpointError, ConfigError
-from tests.checkpoint.loading import both, same, shared, tp
+from tests.checkpoint.loading import both, logged, same, shared, tp
+from tests.checkpoint.refusals import refusals
 from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
@@ -129,26 +136,18 @@ def test_tied_weights_that_are_both_in_the_files(tmp_path):
     dist.barrier()
     _, lazy = both(GPT2LMHeadModel, str(equal), 2)
     assert lazy.lm_head.weight is lazy.transformer.wte.weight
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("transformers").addHandler(handler)
-    _, lazy = both(GPT2LMHeadModel, str(different), 2)
-    logging.getLogger("transformers").removeHandler(handler)
+    with logged("transformers") as records:
+        _, lazy = both(GPT2LMHeadModel, str(different), 2)
     assert lazy.lm_head.weight is not lazy.transformer.wte.weight
     assert any("they stay untied" in text for text in records)
 
 
 @pooled(world_size=2)
-def test_a_new_head_is_initialized_equally(tmp_path):
+def test_new_heads_are_initialized_equally_and_others_left_out(tmp_path):
     body = BertModel(build(cases("bert")[0], 6, 3).config)
     path = shared(tmp_path / "bert", body)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("transformers").addHandler(handler)
-    _, lazy = both(BertForSequenceClassification, path, 2, num_labels=5)
-    logging.getLogger("transformers").removeHandler(handler)
+    with logged("transformers") as records:
+        _, lazy = both(BertForSequenceClassification, path, 2, num_labels=5)
     assert any("classifier.weight" in text and "MISSING" in text for text in records)
     weights = [torch.empty_like(lazy.classifier.weight) for _ in range(2)]
     dist.all_gather(weights, lazy.classifier.weight.detach())
@@ -159,12 +158,8 @@ def test_a_new_head_is_initialized_equally(tmp_path):
         autopar.from_pretrained(BertForSequenceClassification, path, tp(2), num_labels=5, strict=True)
     _, info = autopar.from_pretrained(BertForSequenceClassification, path, tp(2), output_loading_info=True)
     assert info["missing_keys"] == {"classifier.bias", "classifier.weight"}
-
-
-@pooled(world_size=2)
-def test_a_body_out_of_a_task_model(tmp_path):
-    path = shared(tmp_path / "m", llama())
-    both(AutoModel, path, 2)
+    path = shared(tmp_path / "llama", llama())
+    both(AutoModel, path, 2)  # a body out of a task model
     with raises_everywhere(CheckpointError, "0 missing, 1 unexpected", "lm_head.weight"):
         autopar.from_pretrained(AutoModel, path, tp(2), strict=True)
 
@@ -218,3 +213,134 @@ def test_the_default_device_does_not_matter(tmp_path, kind):
         warnings.simplefilter("ignore")  # of the conversion
         lazy = autopar.from_pretrained(AutoModelForCausalLM, tmp_path / kind, dtype=torch.float32)
     same(lazy, autopar.initialize(LlamaForCausalLM.from_pretrained(tmp_path / "files", dtype=torch.float32)))
+
+
+def _load(path: Path | str, model_class: Any = LlamaForCausalLM, **options: Any) -> Any:
+    return autopar.from_pretrained(model_class, path, tp(2), **options)
+
+
+def _cut(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+
+
+def _move_out(folder: Path) -> None:
+    """Let the index name a file outside of the folder, which is there."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    names = sorted(set(index["weight_map"].values()))
+    index["weight_map"] = {k: "../" + v if v == names[0] else v for k, v in index["weight_map"].items()}
+    (folder / names[0]).rename(folder.parent / names[0])
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+DAMAGES: list[tuple[str, str, Callable[[Path], object], str]] = [  # name, what is saved, what is done, what is said
+    ("gone", "whole", lambda p: (p / "model.safetensors").unlink(), "model.safetensors"),
+    ("cut", "whole", lambda p: _cut(p / "model.safetensors"), "model.safetensors"),
+    ("one", "in parts", lambda p: next(p.glob("*-00002*")).unlink(), "-00002"),
+    ("out", "in parts", _move_out, "must be inside the folder"),
+    ("zip", "bin", lambda p: _cut(p / "pytorch_model.bin"), "pytorch_model.bin"),
+    ("text", "bin", lambda p: (p / "pytorch_model.bin").write_bytes(b"no checkpoint"), "pytorch_model.bin"),
+]
+
+
+@pooled(world_size=2)
+def test_damaged_files(tmp_path):
+    model = llama()
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path / "whole")
+        model.save_pretrained(tmp_path / "in parts", max_shard_size="20KB")
+        model.config.save_pretrained(tmp_path / "bin")
+        torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+        for name, kind, damage, _ in DAMAGES:
+            damage(Path(shutil.copytree(tmp_path / kind, tmp_path / name)))
+    dist.barrier()
+    with refusals() as refuse:
+        for name, _, _, message in DAMAGES:
+            refuse(name, message, _load, tmp_path / name)
+
+
+PARAMETER = torch.nn.Parameter(torch.zeros(1))
+ARGUMENTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"device_map": "auto"}, ("device_map",)),
+    ({"gguf_file": "x.gguf"}, ("gguf_file",)),
+    ({"state_dict": {}}, ("state_dict",)),
+    ({"tp_plan": "auto"}, ("tp_plan",)),
+    (
+        {"optimizer": torch.optim.AdamW([PARAMETER])},
+        ("must be a function of the model, got AdamW", "optimizer=lambda model: torch"),
+    ),
+    ({"optimizer": lambda _: [0.1]}, ("optimizer= must return a torch.optim.Optimizer, got [0.1]",)),
+    ({"optimizer": lambda _: torch.optim.SGD([PARAMETER])}, ("optimizer",)),  # of another model
+]
+
+
+@pooled(world_size=2)
+def test_arguments_and_sizes_that_are_refused(tmp_path):
+    path = shared(tmp_path / "m", llama())
+    with refusals(error=ConfigError) as refuse:
+        for arguments, messages in ARGUMENTS:
+            refuse(arguments, messages, _load, path, **arguments)
+    with refusals() as refuse:
+        parts = "2 tensors do not have the shapes", "lm_head.weight: [131, 24] in the files"
+        refuse("shapes", parts, _load, path, vocab_size=140)
+    both(LlamaForCausalLM, path, 2, vocab_size=140, ignore_mismatched_sizes=True)
+    with autopar.lazy_init(), pytest.raises(TypeError):
+        LlamaForCausalLM.from_pretrained(path, no_such_argument=1)
+    assert PreTrainedModel._load_pretrained_model.__module__ == PreTrainedModel.__module__
+    both(AutoModelForSequenceClassification, shared(tmp_path / "g", gpt2()), 2)  # and works again
+
+
+@pooled(world_size=2)
+def test_files_that_one_rank_does_not_see_or_sees_damaged(tmp_path):
+    path = shared(tmp_path / "m", llama())
+    mine = path if dist.get_rank() == 0 else str(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"elsewhere") as info:
+        autopar.from_pretrained(LlamaForCausalLM, mine, tp(2))
+    assert dist.get_rank() == 1 or "rank 1 cannot load the model" in str(info.value)
+    mine = tmp_path / f"rank{dist.get_rank()}"
+    shutil.copytree(path, mine)
+    if dist.get_rank() == 1:
+        (mine / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"rank1/config\.json must hold a JSON object"):
+        autopar.from_pretrained(AutoModelForCausalLM, mine, tp(2))
+
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+SMALL: list[tuple[str, str | dict[str, Any], str]] = [  # a file, its text or keys that are changed, what is said
+    (CONFIG, "{", "config.json"),
+    (CONFIG, "[]", "config.json must hold a JSON object, got list"),
+    (CONFIG, {"n_embd": "x"}, "n_embd"),
+    (CONFIG, {"n_head": 5}, "divisible by num_heads"),
+    (CONFIG, {"dtype": "bogus"}, "bogus"),
+    (CONFIG, {"model_type": "nope"}, "nope"),
+    (INDEX, "{", "model.safetensors.index.json cannot be read: Expecting property name"),
+    (INDEX, "{}", "must have a weight_map"),
+    (INDEX, '{"metadata": {}, "weight_map": []}', "must have a weight_map"),
+    (INDEX, '{"metadata": {}, "weight_map": {"a": 3}}', "must have a weight_map"),
+]
+
+
+@pytest.mark.parametrize("kind", ["files", "shards"])
+def test_damaged_small_files(tmp_path, kind):
+    path = tmp_path / "m"
+    if kind == "files":
+        gpt2().save_pretrained(path, max_shard_size="20KB")
+    else:
+        autopar.initialize(gpt2()).save_parallelized(path)
+    with refusals() as refuse:
+        for name, text, message in SMALL if kind == "files" else SMALL[:6]:
+            right = (path / name).read_text()
+            (path / name).write_text(json.dumps({**json.loads(right), **text}) if isinstance(text, dict) else text)
+            load = functools.partial(autopar.from_pretrained, AutoModelForCausalLM, path, verify=False)
+            refuse((name, text), (message, str(path)), load)
+            (path / name).write_text(right)
+        for name in (CONFIG, INDEX) if kind == "files" else (CONFIG, "autopar.json"):
+            (path / name).rename(tmp_path / name)
+            os.mkfifo(path / name)
+            load = functools.partial(autopar.from_pretrained, AutoModelForCausalLM, path, verify=False)
+            refuse((name, "a named pipe"), f"{name} cannot be read: it must be a regular file", load)
+            if kind == "files":
+                load = functools.partial(split_checkpoint, path, tmp_path / "split", tp=2)
+                refuse((name, "split"), f"{name} cannot be read: it must be a regular file", load)
+            os.replace(tmp_path / name, path / name)
+    autopar.from_pretrained(AutoModelForCausalLM, path, verify=False)  # it was nothing else

@@ -1,14 +1,16 @@
 """autopar.from_pretrained of a folder of shards: any mesh, each rank reads its share."""
 
+import copy
 import io
+import itertools
 import json
-import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,21 +21,25 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2LMHeadModel,
     LlamaForCausalLM,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
 import autopar
+import autopar.integrations
 from autopar.deferred_init import materialize
 from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.materialize import InitSteps, reading_threads
 from autopar.errors import CheckpointError
 from autopar.storage.files import RangeFile
 from autopar.storage.progress import hidden_bars
-from tests.checkpoint.loading import same, saved, shared, tp
+from tests.checkpoint.hybrid import batch_of, same as same_tensor
+from tests.checkpoint.loading import counted_bytes, logged, same, saved, shared, tp
+from tests.parity import close
+from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled
 from tests.random_models import build, cases
-from tests.small import gpt2, llama
+from tests.small import gpt2, lazily, llama
+from tests.tiers import mainly
 from tests.worlds import raises_everywhere
 
 
@@ -70,22 +76,11 @@ def test_a_folder_of_shards_on_any_mesh(tmp_path):
 def test_a_rank_reads_its_share_and_no_more(tmp_path):
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1024}
     path = shared(tmp_path / "m", llama(**sizes, vocab_size=1000))
-    read: list[int] = []
-    real = RangeFile.read_runs
-
-    def counting(self: RangeFile, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
-        places = list(places)
-        real(self, target, places, length)
-        read.append(len(places) * length)
-
-    RangeFile.read_runs = counting  # type: ignore[method-assign]
-    try:
+    with counted_bytes() as read:
         lazy = autopar.from_pretrained(LlamaForCausalLM, path, tp(2))
-    finally:
-        RangeFile.read_runs = real  # type: ignore[method-assign]
     share = sum(parameter.numel() * parameter.element_size() for parameter in lazy.parameters())
     assert share < 0.55 * sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    assert share < sum(read) < 1.01 * share
+    assert share < sum(read.values()) < 1.01 * share
 
 
 @pooled(world_size=2)
@@ -111,14 +106,10 @@ def test_going_on_with_an_optimizer_draws_nothing(tmp_path):
     model.save_parallelized(str(tmp_path / "step-2"), optimizer=optimizer)
     step(model, optimizer)
 
-    drawn = InitSteps.run
-    InitSteps.run = lambda *_: pytest.fail("weights are drawn that files have")  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(InitSteps, "run", lambda *_: pytest.fail("weights are drawn that files have")):
         again, other, info = autopar.from_pretrained(
             LlamaForCausalLM, str(tmp_path / "step-2"), config, optimizer=make, output_loading_info=True
         )
-    finally:
-        InitSteps.run = drawn  # type: ignore[method-assign]
     assert isinstance(other, torch.optim.AdamW) and info == {}
     again.from_parallelized(str(tmp_path / "step-2"), optimizer=other)
     step(again, other)
@@ -132,12 +123,8 @@ def test_untied_weights_of_a_config_that_ties(tmp_path):
             model = gpt2()
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + extra)
             folder = saved(tmp_path / f"{name}{size}", model, size)
-            records: list[str] = []
-            handler = logging.Handler()
-            handler.emit = lambda record, to=records: to.append(record.getMessage())  # type: ignore[misc]
-            logging.getLogger("transformers").addHandler(handler)
-            lazy = autopar.from_pretrained(GPT2LMHeadModel, folder, tp(2))
-            logging.getLogger("transformers").removeHandler(handler)
+            with logged("transformers") as records:
+                lazy = autopar.from_pretrained(GPT2LMHeadModel, folder, tp(2))
             head, table = lazy.lm_head.weight, lazy.transformer.wte.weight
             assert (head is not table) == bool(extra)
             assert torch.equal(head, table + extra)
@@ -166,8 +153,7 @@ def test_dtypes_of_shards(tmp_path):
         with pytest.warns(UserWarning, match=r"2 tensors were converted on loading, transformer\.ln_f\.weight from fl"):
             lazy = autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2), **dtype)
         assert {tensor.dtype for tensor in lazy.parameters()} == {torch.bfloat16}
-    config = T5Config(d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, vocab_size=31)
-    plain = shared(tmp_path / "t5", T5ForConditionalGeneration(config))
+    plain = shared(tmp_path / "t5", deep("t5", 1))
     keeps = autopar.from_pretrained(T5ForConditionalGeneration, plain, tp(2), dtype=torch.float16)
     keeps.save_parallelized(str(tmp_path / "t5s"))
     assert {tensor.dtype for tensor in keeps.parameters()} == {torch.float16, torch.float32}
@@ -203,25 +189,24 @@ def test_a_rank_has_its_share_of_the_cores(monkeypatch):
 def test_a_checkpoint_is_the_same_by_threads(tmp_path):
     folder = shared(tmp_path / "plain", llama(num_hidden_layers=3), max_shard_size="20KB")
     last = max(tmp_path.glob("plain/*.safetensors"))
-    counted, read = materialize.reading_threads, RangeFile.read_runs
+    read = RangeFile.read_runs
 
     def failing(self, target, places, length):
         if self.path == last and length > 50:
             raise CheckpointError(f"{self.path} cannot be read: Input/output error")
         read(self, target, places, length)
 
-    materialize.reading_threads = lambda ranks: 5
-    try:
+    with mock.patch.object(materialize, "reading_threads", lambda ranks: 5):
         for dtype in (torch.float32, torch.bfloat16):
             expected = autopar.initialize(LlamaForCausalLM.from_pretrained(folder, dtype=dtype), tp(2))
             same(autopar.from_pretrained(LlamaForCausalLM, folder, tp(2), dtype=dtype), expected)
         with lazy_init():
             model = LlamaForCausalLM.from_pretrained(folder)
-        RangeFile.read_runs = failing
-        with pytest.raises(CheckpointError, match="Input/output error"):
+        with (
+            mock.patch.object(RangeFile, "read_runs", failing),
+            pytest.raises(CheckpointError, match="Input/output error"),
+        ):
             autopar.initialize(model, tp(2))
-    finally:
-        materialize.reading_threads, RangeFile.read_runs = counted, read
 
 
 @pooled(world_size=2)
@@ -244,3 +229,106 @@ def test_bars_appear_on_rank_0_and_on_a_terminal_only(tmp_path):
     assert shown(False) == set()
     with hidden_bars():
         assert shown(True) == set()
+
+
+NAMES = mainly("gpt2", "llama", "bert", "t5", later="sweep")
+
+
+def stages(pp: int, tp: int = 1) -> dict[str, Any]:
+    return {"model_parallelism": {"pipeline_parallel_size": pp, "tensor_parallel_size": tp}}
+
+
+def assert_holds(model: Any, whole: dict[str, torch.Tensor]) -> None:
+    """What this rank has is its share of the plain state dict, and not more."""
+    plan, held = model._autopar.plan, model._autopar.stages
+    found = set()
+    for name, tensor in model.state_dict().items():
+        layout = plan.tensors[plan.canonical(name)].layout
+        due = whole[name] if layout is None else layout.shard(whole[name], model.mpu.tp.rank)
+        assert same_tensor(tensor, due), name
+        found.add(name)
+    assert found == {name for name in whole if model.mpu.pp.rank in held.holders(name)}
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("name", NAMES)
+@pooled(world_size=4)
+def test_stages_of_a_lazy_model_are_those_of_the_plain_one(tmp_path, name):
+    plain = deep(name, 4)
+    shared(tmp_path / "plain", plain)
+    weights = {key: tensor.clone() for key, tensor in plain.state_dict().items()}
+    folders = [str(tmp_path / "plain")]
+    for size, pp in ((2, 2), (1, 4), (1, 2)) if name == "gpt2" else ((2, 2),):
+        source = autopar.initialize(copy.deepcopy(plain), stages(pp, size))
+        source.save_parallelized(tmp_path / f"{size}-{pp}")
+        folders.append(str(tmp_path / f"{size}-{pp}"))
+    for (size, pp), folder in itertools.product(((2, 2), (1, 4)), folders):
+        lazy = autopar.from_pretrained(type(plain), folder, stages(pp, size))
+        assert_holds(lazy, weights)
+        if folder == folders[0]:
+            lazy.train()
+            out = lazy.execute_pipeline(batch_of(0), broadcast_loss=True)
+            close(out.loss, plain.train()(**batch_of(0)).loss.detach(), f"loss on {size, pp}")
+    drawn: dict[str, torch.Tensor] = {}
+    for size, pp in ((1, 1), (2, 2), (1, 4)):
+        torch.manual_seed(5)
+        lazy = autopar.initialize(lazily(plain), stages(pp, size))
+        drawn = drawn or lazy.state_dict()  # those of one stage
+        assert_holds(lazy, drawn)
+    assert not any(torch.equal(drawn[key], weights[key]) for key in drawn if weights[key].ndim > 1)
+
+
+@pooled(world_size=4)
+def test_a_stage_never_has_memory_for_the_others(tmp_path):
+    plain = llama(num_hidden_layers=8, vocab_size=40)
+    shared(tmp_path / "plain", plain)
+    total = sum(parameter.numel() for parameter in plain.parameters())
+    block = sum(parameter.numel() for parameter in plain.model.layers[0].parameters())
+    held: list[int] = []
+    real = materialize.replace_storage
+    watched: list[Any] = []
+
+    def counting(parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
+        if not any(parameter is other for other in watched):
+            watched.append(parameter)
+        real(parameter, data)
+        held.append(sum(p.numel() for p in watched if not p.is_meta))
+
+    with mock.patch.object(materialize, "replace_storage", counting):
+        for make in (
+            lambda: autopar.from_pretrained(AutoModelForCausalLM, str(tmp_path / "plain"), stages(4)),
+            lambda: autopar.initialize(lazily(plain), stages(4)),
+        ):
+            held.clear(), watched.clear()
+            model = make()
+            share = sum(parameter.numel() for parameter in model.parameters())
+            assert share < 0.4 * total
+            assert max(held) <= share + block
+            assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "tp"), [("gpt2", 1), ("t5", 2)])
+@pooled(world_size=4)
+def test_a_model_that_was_loaded_straight_into_stages_becomes_whole(tmp_path, name, tp):
+    plain = deep(name, 4)
+    shared(tmp_path / "plain", plain)
+    for start in ("files", "drawn"):
+        if start == "files":
+            model = autopar.from_pretrained(type(plain), tmp_path / "plain", stages(2, tp))
+            expected = plain
+        else:
+            torch.manual_seed(5)
+            model = autopar.initialize(lazily(plain), stages(2, tp))
+            torch.manual_seed(5)
+            expected = autopar.initialize(lazily(plain), {})
+        identities = {name: id(parameter) for name, parameter in model.named_parameters()}
+        model = autopar.deparallelize(model)
+        found = model.state_dict()
+        assert found.keys() == expected.state_dict().keys()
+        for key, tensor in expected.state_dict().items():
+            assert same_tensor(found[key], tensor), (start, key)
+        assert {key: id(dict(model.named_parameters())[key]) for key in identities} == identities
+        assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        again = autopar.initialize(model, stages(2, tp)).train()
+        out = again.execute_pipeline(batch_of(0), broadcast_loss=True)
+        close(out.loss, expected.train()(**batch_of(0)).loss.detach(), f"loss of {start}")

@@ -2,7 +2,9 @@
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +13,15 @@ from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, even_shards
 from autopar.plan.plan import Piece
 from autopar.storage import lazy_tensor as lazy_module
+from autopar.storage.files import RangeFile
+from autopar.storage.hugging_face import Computed, Sketch
 from autopar.storage.lazy_tensor import (
     InMemory,
     Joined,
     LazyTensor,
-    RangeFile,
     Stored,
     lazy_view,
     narrowed,
-    permuted,
     read_shard,
     unsqueezed,
 )
@@ -65,24 +67,6 @@ def test_a_small_buffer_is_enough(tmp_path, monkeypatch):
         assert torch.equal(out, cut(tensor, box).double()), box
 
 
-def test_views(tmp_path):
-    tensor = torch.randn(4, 6, 5)
-    base = stored(tmp_path / "file", tensor)
-    kinds: list[tuple[LazyTensor, torch.Tensor]] = [
-        (permuted(base, (2, 0, 1)), tensor.permute(2, 0, 1)),
-        (narrowed(base, 1, 2, 5), tensor[:, 2:5]),
-        (unsqueezed(base, 1), tensor.unsqueeze(1)),
-        (lazy_view(base, (6, 5), (5, 1), 30), tensor[1]),
-        (Joined([base, InMemory(tensor[:, :2])], 1), torch.cat([tensor, tensor[:, :2]], 1)),
-        (permuted(Joined([narrowed(base, 2, 1, 3), base], 2), (1, 2, 0)),
-         torch.cat([tensor[..., 1:3], tensor], 2).permute(1, 2, 0)),
-    ]  # fmt: skip
-    for source, expected in kinds:
-        assert source.shape == tuple(expected.shape)
-        for box in boxes(expected.shape):
-            assert torch.equal(source.read(box), cut(expected, box)), (type(source), box)
-
-
 @pytest.mark.parametrize("limit", [1, 4, 24, 60, 130, 10**6])
 def test_slabs_make_up_a_tensor_in_its_own_order(tmp_path, limit):
     tensor = torch.randn(4, 6, 5)
@@ -96,23 +80,16 @@ def test_slabs_make_up_a_tensor_in_its_own_order(tmp_path, limit):
         InMemory(torch.tensor(3)),
         InMemory(torch.zeros(0, 3)),
         InMemory(torch.zeros(3, 0)),
+        stored(tmp_path / "scalar", torch.tensor(3.5)),
+        stored(tmp_path / "empty", torch.zeros(0, 4)),
     ):
         slabs = [source.read(box).flatten() for box in source.slabs(limit)]
         assert torch.equal(torch.cat([*slabs, torch.zeros(0, dtype=source.dtype)]), source.read().flatten())
         assert all(slab.nbytes <= max(limit, source.dtype.itemsize) for slab in slabs)
 
 
-def test_scalars_and_empty(tmp_path):
-    assert stored(tmp_path / "a", torch.tensor(3.5)).read() == 3.5
-    out = torch.zeros((), dtype=torch.float64)
-    stored(tmp_path / "b", torch.tensor(3.5)).read_into(out, ())
-    assert out == 3.5
-    assert stored(tmp_path / "c", torch.zeros(0, 4)).read().shape == (0, 4)
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_rank_reads_its_own_bytes(tmp_path, dim):
-    """Fused blocks, unevenly sharded: exactly the shard's bytes are read, straight into its place."""
     tensor = torch.randn(3 * 9 * 64, 3 * 9 * 64)
     layout = Layout.of(dim, [Block("heads", 9, 64, even_shards(9, 2)) for _ in range(3)])
     source = stored(tmp_path / "file", tensor)
@@ -126,22 +103,15 @@ def test_a_rank_reads_its_own_bytes(tmp_path, dim):
         assert source.file.calls == 3  # one for each block, whatever the number of runs
 
 
-def test_a_shard_of_another_shape(tmp_path):
-    source = stored(tmp_path / "file", torch.randn(4, 6))
-    with pytest.raises(ValueError, match=r"the shard's shape \[4, 6\], got \[4, 5\]"):
-        read_shard(source, None, 0, torch.empty(4, 5))
-
-
-def test_truncated_and_missing(tmp_path):
+def test_truncated_and_missing_files_and_another_shape(tmp_path):
     source = stored(tmp_path / "file", torch.randn(40, 6))
     (tmp_path / "file").write_bytes(bytes(100))
     with pytest.raises(CheckpointError, match=r"file is truncated: expected at least 968 bytes, got 100"):
         source.read()
     with pytest.raises(CheckpointError, match="gone cannot be read: No such file"):
         Stored(RangeFile(tmp_path / "gone"), 0, torch.float32, (2,)).read()
-
-
-# -- views, and pieces that are such views -----------------------------------------------------------------------------
+    with pytest.raises(ValueError, match=r"the shard's shape \[40, 6\], got \[4, 5\]"):
+        read_shard(source, None, 0, torch.empty(4, 5))
 
 
 SHAPES = [(4, 3, 5), (3, 1, 4), (1, 1, 6), (2, 2, 2, 2), (7,), (5, 5), (1,)]
@@ -209,7 +179,6 @@ def test_any_strides_are_read_right_or_refused(seed):
 
 
 def test_one_expert_of_many_is_read_alone(tmp_path):
-    """Stacked experts ``[experts, 2 * ffn, hidden]`` that are saved one by one, gate and up by themselves."""
     whole = torch.randn(4, 2 * 6, 200)
     with SafetensorsWriter(tmp_path / "f", {"w": (whole.dtype, tuple(whole.shape))}, {}) as writer:
         writer.write("w", whole)
@@ -224,3 +193,102 @@ def test_one_expert_of_many_is_read_alone(tmp_path):
     turned = whole[2].t()
     lazy = view_of(InMemory(whole), piece_of(turned))
     assert lazy is not None and torch.equal(lazy.read(), turned)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "slice": lambda x: x[1:3, :, 2:],
+    "select": lambda x: x[:, 1],
+    "last": lambda x: x[..., -1],
+    "negative": lambda x: x[-3:-1],
+    "past the end": lambda x: x[2:99],
+    "empty": lambda x: x[2:2],
+    "narrow": lambda x: x.narrow(2, 1, 3),
+    "chunk": lambda x: x.chunk(3, dim=2),
+    "split": lambda x: x.split([1, 4, 1], dim=2),
+    "unbind": lambda x: x.unbind(1),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "transpose": lambda x: x.transpose(0, -1)[2],
+    "t": lambda x: x[0].t(),
+    "unsqueeze": lambda x: x.unsqueeze(1).unsqueeze(-1),
+    "squeeze": lambda x: x[:, :1].squeeze(),
+    "folded": lambda x: x.view(12, 6),
+    "split rows": lambda x: x.view(2, 2, 3, 6)[1, 0, 1:],
+    "flat": lambda x: x.reshape(-1)[5:17],
+    "half": lambda x: x.to(torch.bfloat16)[1],
+    "half, folded": lambda x: x.to(torch.bfloat16).view(12, 6)[3:5],
+    "cat": lambda x: torch.cat([x[:1], x[3:]], 0),
+    "stack": lambda x: torch.stack([x[0], x[2]], 1),
+    "folded after a transposition": lambda x: x.transpose(0, 1).reshape(-1, 6)[1:4],
+    "heads that were interleaved": lambda x: x.view(2, 2, 3, 6).transpose(1, 2).reshape(1, 12, 2, 3)[:, 2:9, 1:, :2],
+    "expert by expert": lambda x: torch.stack([x[0].t(), x[1].t()]).transpose(1, 2),
+}
+OTHERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sum": lambda x: x + x,
+    "step": lambda x: x[:, :, ::2],
+    "expanded": lambda x: x[:, :1].expand(4, 3, 6),
+    "another dtype's bits": lambda x: x.view(torch.int32),
+    "roll": lambda x: x.roll(1, 0),
+}
+
+
+def lazily(folder: Path) -> tuple[torch.Tensor, Sketch]:
+    full = torch.arange(72, dtype=torch.float32).reshape(4, 3, 6)
+    (folder / "file").write_bytes(b"head" + full.numpy().tobytes())
+    return full, Sketch(Stored(RangeFile(folder / "file"), 4, full.dtype, full.shape))
+
+
+def computed(lazy: Any) -> bool:
+    return isinstance(lazy, Computed) or any(map(computed, lazy.bases))
+
+
+@pytest.mark.parametrize("name", [*VIEWS, *OTHERS])
+def test_values_and_what_is_read(tmp_path, name):
+    full, sketch = lazily(tmp_path)
+    operation = (VIEWS | OTHERS)[name]
+    due, got = operation(full), operation(sketch)
+    assert isinstance(got, tuple | list) == isinstance(due, tuple | list)
+    for one, other in zip(
+        *(value if isinstance(value, tuple | list) else [value] for value in (due, got)), strict=True
+    ):
+        assert other.dtype == one.dtype and other.shape == one.shape
+        for box in (None, *(boxes(one.shape) if one.ndim < 4 and one.numel() else ())):
+            assert torch.equal(other.lazy.read(box), one if box is None else cut(one, box)), box
+        assert computed(other.lazy) == (name in OTHERS)
+
+
+@pytest.mark.parametrize("box", [((0, 8), (0, 12)), ((2, 5), (0, 12)), ((3, 8), (5, 7)), ((4, 4), (0, 12))])
+def test_of_a_weight_with_scales_of_blocks_only_the_blocks_of_a_shard_are_read(tmp_path, monkeypatch, box):
+    """As transformers makes plain weights of FP8: 8 x 12 of them, blocks of 2 x 3."""
+    packed = (torch.arange(96) % 13 - 6.0).view(8, 12).to(torch.float8_e4m3fn)
+    scales = torch.arange(1.0, 17.0).view(4, 4)
+    (tmp_path / "file").write_bytes(bytes(packed.view(torch.uint8).flatten().tolist()) + scales.numpy().tobytes())
+    file, read = RangeFile(tmp_path / "file"), []
+    original = RangeFile.read_runs
+
+    def read_runs(self: RangeFile, target: memoryview, places: Any, length: int) -> None:
+        places = list(places)
+        read.extend(there + at for _, there in places for at in range(length) if there < 96)
+        original(self, target, places, length)
+
+    monkeypatch.setattr(RangeFile, "read_runs", read_runs)
+
+    def plain(weight: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        blocks = weight.to(torch.float32).reshape(-1, 4, 2, 4, 3)
+        made = blocks * by.to(torch.float32).reshape(-1, 4, 4).unsqueeze(-1).unsqueeze(2)
+        return made.to(torch.bfloat16).reshape(8, 12)
+
+    sketches = [Sketch(Stored(file, at, t.dtype, t.shape)) for at, t in ((0, packed), (96, scales))]
+    lazy = plain(*sketches).lazy  # type: ignore[attr-defined]
+    (top, bottom), (left, right) = box
+    assert torch.equal(lazy.read(box), plain(packed, scales)[top:bottom, left:right])
+    rows, columns = (range(low // n * n, -(-high // n) * n) for (low, high), n in zip(box, (2, 3), strict=True))
+    assert sorted(read) == ([12 * row + column for row in rows for column in columns] if top < bottom else [])
+
+
+def test_what_cannot_be_followed(tmp_path):
+    _, sketch = lazily(tmp_path)
+    with pytest.raises(CheckpointError, match="writes into a tensor of the checkpoint"):
+        sketch.mul_(2)
+    assert sketch[1, 1, 1].item() == 25.0
+    with pytest.raises(IndexError):
+        sketch[:, 7]

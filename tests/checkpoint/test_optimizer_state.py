@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ from tests.checkpoint.optimizers import (
     trained,
 )
 from tests.checkpoint.refusals import refusals
+from tests.checkpoint.tiny import places
 from tests.small import gpt2
 from tests.tiers import in_tier
 
@@ -73,12 +75,13 @@ def test_factored_state_of_shards_is_refused(name: str):
     plan = plan_of("gpt2", 2)
     model, optimizer = rank_of("gpt2", FACTORED[name], plan, 0)
     one_step(model, optimizer, seed=0)
-    with pytest.raises(CheckpointError, match=r"Adafactor has state .*\n  Statistics of a shard fit no other sharding"):
+    with pytest.raises(
+        CheckpointError, match=r"Adafactor has state .*\n  Statistics of a shard fit.*Pass the optimizer to autopar"
+    ):
         take(optimizer, model, plan, 0)
 
 
 def test_a_number_of_each_shard_is_refused():
-    """One of the shards' numbers would be loaded on all ranks."""
     plan, found = plan_of("gpt2", 2), []
     for rank in range(2):
         model, optimizer = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, rank)
@@ -251,28 +254,17 @@ def test_state_from_before_the_model_was_cut_is_refused():
 
 def test_damaged_facts_never_end_in_another_error():
     (model, optimizer), plan, (facts, saved, _) = adam()
-
-    def places(value: Any) -> list[tuple[Any, Any]]:
-        children = (
-            list(value.items())
-            if isinstance(value, dict)
-            else list(enumerate(value))
-            if isinstance(value, list)
-            else []
-        )
-        return [(value, key) for key, _ in children] + [place for _, child in children for place in places(child)]
-
-    refusals = 0
-    for number in range(len(places(facts))):
+    tried = refused = 0
+    for *path, key in places(facts):
         for junk in (None, -1, "x", [], {"$": "tuple"}, [[1]], {"params": 1}):
             broken = copy.deepcopy(facts)
-            holder, key = places(broken)[number]
-            holder[key] = junk
+            functools.reduce(operator.getitem, path, broken)[key] = junk
+            tried += 1
             try:
                 prepare(optimizer, model, plan, 0, broken, saved)
             except CheckpointError:
-                refusals += 1
-    assert refusals > number  # options may be anything
+                refused += 1
+    assert refused > tried / 7  # options may be anything
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
-"""``rotate`` deletes old checkpoints of one series, and nothing else."""
+"""Folders of checkpoints: ``rotate`` deletes old ones of one series and nothing else; ``Staging`` replaces them."""
 
 import os
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from autopar import latest
-from autopar.checkpoint import rotation
+from autopar.checkpoint import rotation, staging as folder
 from autopar.checkpoint.format import FileRecord, Manifest, PartFiles
 from autopar.checkpoint.rotation import check_keep_last, is_checkpoint, next_order, rotate, series
-from autopar.checkpoint.staging import Staging
+from autopar.checkpoint.staging import Staging, leftovers
 from autopar.distributed.axis import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.plan.plan import TensorPlan
@@ -36,14 +38,14 @@ def saved(folder: Path) -> Path:
     return sharded(folder, order)
 
 
-def merged(folder: Path, weights: str = "model.safetensors") -> Path:
+def merged(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    for name in ("config.json", weights):
+    for name in ("config.json", "model.safetensors"):
         (folder / name).write_text(name)
     return folder
 
 
-def test_a_name_is_a_stem_and_a_number():
+def test_a_name_is_a_stem_and_a_number_and_arguments_are_checked(tmp_path):
     assert series("runs/step-100") == ("step-", 100)
     assert series(Path("checkpoint-7")) == ("checkpoint-", 7)
     assert series("epoch3") == ("epoch", 3)
@@ -54,9 +56,6 @@ def test_a_name_is_a_stem_and_a_number():
         assert series(name) is None
         with pytest.raises(CheckpointError, match=r"needs a folder name(.|\n)*step-100, checkpoint-7 or epoch3"):
             check_keep_last(name, 1)
-
-
-def test_arguments_are_checked_before_anything_is_written(tmp_path):
     for wrong in (0, -1, True, False, 1.0, "3", None):
         with pytest.raises(CheckpointError, match=r"keep_last=.* must be a positive integer"):
             check_keep_last(tmp_path / "step-1", wrong)
@@ -85,44 +84,30 @@ def test_one_save_after_the_other(tmp_path, monkeypatch):
     for number in range(8, 13):
         rotate(saved(Path(f"epoch{number}")), 3)
     assert sorted(os.listdir(tmp_path)) == ["epoch10", "epoch11", "epoch12"]
-
-
-def test_after_going_back_the_order_of_saves_counts(tmp_path):
-    for number in (100, 200, 300, 400):
-        saved(tmp_path / f"step-{number}")
-    for number in (300, 250):
-        last = saved(tmp_path / f"step-{number}")
-        rotate(last, 2)
-    assert sorted(os.listdir(tmp_path)) == ["step-250", "step-300"]
+    for number in (100, 200, 300, 400, 300, 250):  # it goes back: the order of saves counts
+        rotate(saved(Path(f"run/step-{number}")), 2)
+    assert sorted(os.listdir("run")) == ["step-250", "step-300"]
 
 
 def test_everything_else_is_left_alone(tmp_path):
-    target = sharded(tmp_path / "run" / "step-9")
-    sharded(tmp_path / "run" / "best-step-1")
-    sharded(tmp_path / "run" / "step-1-old")
-    sharded(tmp_path / "run" / "steps-1")
-    sharded(tmp_path / "run" / "Step-1")
-    sharded(tmp_path / "step-1")
-    sharded(tmp_path / "run" / "nested" / "step-1")
-    sharded(tmp_path / "elsewhere" / "step-1")
-    os.symlink("../elsewhere/step-1", tmp_path / "run" / "step-2")
-    os.symlink("nowhere", tmp_path / "run" / "step-3")
-    (tmp_path / "run" / "step-4").mkdir()
-    (tmp_path / "run" / "step-4" / "photo.jpg").write_text("mine")
-    (tmp_path / "run" / "step-5").write_text("a file")
-    (tmp_path / "run" / "step-6").mkdir()
-    (tmp_path / "run" / "step-6" / "config.json").write_text("no weights")
-    (tmp_path / "run" / "step-7").mkdir()
-    (tmp_path / "run" / "step-7" / "model.safetensors").write_text("no config")
-    sharded(tmp_path / "run" / ".step-8.tmp-0123456789abcdef")
-    sharded(tmp_path / "run" / "10")
+    run = tmp_path / "run"
+    target = sharded(run / "step-9")
+    for name in ("best-step-1", "step-1-old", "steps-1", "Step-1", ".step-8.tmp-0123456789abcdef", "10"):
+        sharded(run / name)
+    for name in ("step-1", "run/nested/step-1", "elsewhere/step-1"):
+        sharded(tmp_path / name)
+    os.symlink("../elsewhere/step-1", run / "step-2")
+    os.symlink("nowhere", run / "step-3")
+    (run / "step-5").write_text("a file")
+    for step, name in ((4, "photo.jpg"), (6, "config.json"), (7, "model.safetensors")):  # with one of these and no more
+        (run / f"step-{step}").mkdir()
+        (run / f"step-{step}" / name).write_text("mine")
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     assert rotate(target, 1) == []
     assert before == sorted(str(path) for path in tmp_path.rglob("*"))
 
 
 def test_files_of_others_stay(tmp_path):
-    """Links are not followed, folders are not entered, and what has a name of ours but is a folder is not ours."""
     saved(tmp_path / "run" / "step-1")
     old = saved(tmp_path / "run" / "step-2")
     last = saved(tmp_path / "run" / "step-3")
@@ -147,15 +132,6 @@ def test_files_of_others_stay(tmp_path):
     assert sorted(os.listdir(old)) == left
     assert (tmp_path / "data" / "precious").read_text() == (old / "notes.md").read_text() == "mine"
     assert rotate(last, 1) == [] and sorted(os.listdir(old)) == left  # and it is not spoken of again
-
-
-def test_what_cannot_be_read_is_left_alone(tmp_path):
-    old, older = saved(tmp_path / "step-2"), saved(tmp_path / "step-1")
-    (old / "autopar.json").write_bytes((old / "autopar.json").read_bytes().replace(b"gpt2", b"gpt3"))
-    target = saved(tmp_path / "step-3")
-    with pytest.warns(UserWarning, match="step-2 could not be deleted: .*was changed after the save"):
-        assert rotate(target, 1) == [older]
-    assert sorted(os.listdir(old)) == OURS
 
 
 @pytest.mark.parametrize("others", [[], ["notes.md"]])
@@ -218,74 +194,177 @@ def test_what_a_killed_rotation_left_goes_and_a_replaced_checkpoint_does_not(tmp
     target = sharded(tmp_path / "step-5")
     half, whole, other = (tmp_path / f".{name}.old-{'0' * 16}" for name in ("step-1", "step-2", "best-1"))
     sharded(whole)  # an interrupted save that replaces step-2 leaves the old one like this
-    for folder in (half, other):
-        sharded(folder)
+    for place in (half, other):
+        sharded(place)
         for name in ("autopar.json", "config.json"):
-            (folder / name).unlink()
+            (place / name).unlink()
     assert rotate(target, 3) == []
     assert not half.exists() and whole.exists() and other.exists()
 
 
-def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
+def test_what_cannot_be_deleted_is_a_warning_and_what_another_rotation_deletes_is_not(tmp_path, monkeypatch):
     for number in (1, 2, 3):
         sharded(tmp_path / f"step-{number}")
-    real = os.rename
+    rename, remove = os.rename, rotation._try_to_remove
 
-    def rename(source, destination):
+    def denied(source, destination):
         if Path(source).parent.name == "step-1":
             raise PermissionError(13, "Permission denied")
-        real(source, destination)
+        rename(source, destination)
 
-    monkeypatch.setattr(os, "rename", rename)
+    def slower(path):
+        if path.name == "step-1":
+            shutil.rmtree(path)  # the other one was faster
+        return remove(path)
+
+    monkeypatch.setattr(os, "rename", denied)
     with pytest.warns(UserWarning, match="step-1 could not be deleted: Permission denied"):
         assert rotate(tmp_path / "step-3", 1) == [tmp_path / "step-2"]
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
-
-
-def test_two_rotations_at_once(tmp_path, monkeypatch):
-    for number in (1, 2, 3):
-        sharded(tmp_path / f"step-{number}")
-    real = rotation._try_to_remove
-
-    def remove(path):
-        if path.name == "step-1":
-            shutil.rmtree(path)  # the other one was faster
-        return real(path)
-
-    monkeypatch.setattr(rotation, "_try_to_remove", remove)
-    assert rotate(tmp_path / "step-3", 1) == [tmp_path / "step-2"]
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(rotation, "_try_to_remove", slower)
+    assert rotate(tmp_path / "step-3", 1) == []
     assert os.listdir(tmp_path) == ["step-3"]
+    monkeypatch.undo()
+    old, older, target = (saved(tmp_path / "other" / f"step-{number}") for number in (2, 1, 3))
+    (old / "autopar.json").write_bytes((old / "autopar.json").read_bytes().replace(b"gpt2", b"gpt3"))
+    with pytest.warns(UserWarning, match="step-2 could not be deleted: .*was changed after the save"):
+        assert rotate(target, 1) == [older]
+    assert sorted(os.listdir(old)) == OURS
 
 
-# -- the checkpoint to go on from --------------------------------------------------------------------------------------
-
-
-def test_there_is_none_yet(tmp_path: Path) -> None:
-    assert latest(tmp_path) is None
-    assert latest(tmp_path / "run") is None
-    assert latest(tmp_path / "run" / "step-") is None
+def test_the_order_of_saves_counts(tmp_path: Path) -> None:
     merged(tmp_path / "step-3")
     (tmp_path / ".step-7.tmp-0123456789abcdef").mkdir()
     (tmp_path / "step-8").mkdir()
     (tmp_path / "notes.txt").write_text("")
-    assert latest(tmp_path) is None
-
-
-def test_the_order_of_saves_counts(tmp_path: Path) -> None:
+    for nothing in (tmp_path, tmp_path / "run", tmp_path / "run" / "step-"):
+        assert latest(nothing) is None
     saved(tmp_path / "step-200")
     assert latest(tmp_path) == tmp_path / "step-200"
     saved(tmp_path / "step-400")
     saved(tmp_path / "step-300")  # went back
     assert latest(tmp_path) == latest(tmp_path / "step-") == tmp_path / "step-300"
     assert latest(os.fspath(tmp_path / "step-400")) == tmp_path / "step-400"  # it is one itself
-
-
-def test_several_series_are_told_apart_by_the_user(tmp_path: Path) -> None:
-    saved(tmp_path / "step-1")
-    saved(tmp_path / "best-2")
+    saved(tmp_path / "best-2")  # the user tells several series apart
     with pytest.raises(CheckpointError) as caught:
         latest(tmp_path)
     assert str(caught.value) == (
         f'{tmp_path} holds checkpoints of 2 series: best-*, step-*\n  Choose one: autopar.latest("{tmp_path}/best-")'
     )
     assert latest(tmp_path / "best-") == tmp_path / "best-2"
+
+
+def fill(staging: Staging, text: str) -> None:
+    (staging.temp / "autopar.json").write_text(text)
+
+
+def make(target, text="old"):
+    staging = Staging(target)
+    fill(staging, text)
+    staging.commit()
+
+
+@pytest.fixture(params=["exchange", "renames"])
+def swap(request, monkeypatch):
+    if request.param == "renames":
+        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+
+
+def test_a_new_target_and_a_replaced_one(tmp_path, swap):
+    target = tmp_path / "a" / "b"
+    make(target)
+    assert (target / "autopar.json").read_text() == "old"
+    make(target, "new")
+    assert (target / "autopar.json").read_text() == "new"
+    assert os.listdir(tmp_path / "a") == ["b"]
+    os.symlink(target, tmp_path / "latest")  # it goes on pointing to the checkpoint
+    make(tmp_path / "latest", "newest")
+    assert (tmp_path / "latest").is_symlink() and (target / "autopar.json").read_text() == "newest"
+
+
+def test_the_users_files_stay_and_those_of_the_old_checkpoint_go(tmp_path, swap):
+    target = tmp_path / "ckpt"
+    make(target)
+    (target / "tokenizer.json").write_text("mine")
+    (target / "model-tp7-pp0.safetensors").write_text("stale")
+    stale = ("optimizer-tp0-pp0", "optimizer-tp1-pp0-dp3", "extra-tp0-pp0", "base-tp1-pp0")
+    for name in (*(f"{name}.safetensors" for name in stale), "pytorch_model-00001-of-00002.bin"):
+        (target / name).write_text("stale")
+    (target / "runs").mkdir()
+    (target / "runs" / "log").write_text("deep")
+    os.symlink("runs/log", target / "latest")
+    make(target, "new")
+    assert (target / "tokenizer.json").read_text() == "mine"
+    assert (target / "latest").is_symlink() and (target / "latest").read_text() == "deep"
+    assert sorted(os.listdir(target)) == ["autopar.json", "latest", "runs", "tokenizer.json"]
+
+
+def test_exchange_is_really_used_here_or_reports_that_it_cannot(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if folder._exchange(tmp_path / "one", tmp_path / "other"):
+        assert os.listdir(tmp_path / "one") == ["other"]
+    assert not folder._exchange(tmp_path / "one", tmp_path / "nowhere")
+
+
+def test_leftovers_of_killed_saves_go_with_the_next_one_and_nothing_else_does(tmp_path):
+    for name in (".ckpt.tmp-0123456789abcdef", ".ckpt.old-0123456789abcdef"):
+        (tmp_path / name).mkdir()
+    keep = [".ckpt.tmp-mine", ".ckpt2.tmp-0123456789abcdef", "ckpt.tmp-0123456789abcdef"]
+    for name in keep:
+        (tmp_path / name).mkdir()
+    assert len(leftovers(tmp_path / "ckpt")) == 2
+    make(tmp_path / "ckpt")
+    assert sorted(os.listdir(tmp_path)) == sorted([*keep, "ckpt"])
+
+
+def test_two_jobs_that_save_into_one_folder_leave_each_others_files_alone(tmp_path, swap):
+    target, other = tmp_path / "ckpt", Staging(tmp_path / "ckpt")
+    fill(other, "other")
+    (_, pid, host) = other.temp.name.rsplit("-", 2)
+    assert int(pid) == os.getpid()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+
+    def left(token: str, pid: int, host: str, days: int = 0) -> str:
+        path = tmp_path / f".ckpt.tmp-{token * 16}-{pid}-{host}"
+        path.mkdir()
+        os.utime(path, (time.time() - days * 86400 - 60,) * 2)
+        return path.name
+
+    kept = [left("1", os.getppid(), host), left("2", ended.pid, "0" * 8), other.temp.name]
+    left("3", ended.pid, host), left("4", os.getppid(), host, days=1), left("5", 1, "0" * 8, days=1)
+    make(target, "mine")
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "ckpt"])
+    other.commit()
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept[:2], "ckpt"])
+    assert (target / "autopar.json").read_text() == "other"
+
+
+def test_what_cannot_be_replaced(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="file must be a folder, got a file"):
+        Staging(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="cannot make"):
+        Staging(tmp_path / "file" / "below")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_text("x")
+    (tmp_path / "photos" / "model.safetensors").write_text("x")
+    with pytest.raises(CheckpointError, match=r"photos holds model\.safetensors without autopar\.json"):
+        Staging(tmp_path / "photos")
+    assert sorted(os.listdir(tmp_path / "photos")) == ["cat.jpg", "model.safetensors"]
+    make(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match="--force"):
+        Staging(tmp_path / "ckpt", replace=False)
+    monkeypatch.chdir(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match="current working directory"):
+        Staging(tmp_path / "ckpt")
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    with pytest.raises(CheckpointError, match="mount point"):
+        Staging(tmp_path / "ckpt")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.undo()
+    make(tmp_path / "empty")  # an empty folder is nobody's
+    assert not leftovers(tmp_path / "file")

@@ -122,9 +122,6 @@ def test_malformed_files_are_named(tmp_path, content):
         SafetensorsReader(tmp_path / "bad.safetensors")
 
 
-# -- files that are written from the beginning to the end --------------------------------------------------------------
-
-
 CONTENT = random.Random(0).randbytes(1000)
 
 

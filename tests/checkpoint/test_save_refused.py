@@ -1,29 +1,46 @@
-"""Real ranks fail to save or to load, all of them; the previous checkpoint and the model stay."""
+"""Saving and loading in unusual ways, or real ranks fail, all of them: the previous checkpoint and the model stay."""
 
+import json
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 
+from autopar.checkpoint import merge_checkpoint
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout
 from autopar.plan.plan import TensorPlan
-from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.refusals import refusals
-from tests.checkpoint.test_broken import break_mixed, break_swapped, flip
-from tests.checkpoint.tiny import TinyConfig, TinyModel, local, make_plan, same, tiny, with_layout
+from tests.checkpoint.tiny import (
+    FULL_DISK,
+    TinyConfig,
+    TinyModel,
+    before_each_write,
+    files,
+    flip,
+    local,
+    make_plan,
+    raising,
+    same,
+    tiny,
+)
 from tests.pool import pooled
-from tests.worlds import spawn
+from tests.small import gpt2, parallel
+from tests.worlds import distributed, spawn
 
 
 @pytest.mark.tier("test")
@@ -133,7 +150,7 @@ CHANGES: list[tuple[str, Callable[[Any], object]]] = [  # what is said, and what
 
 
 @pooled(world_size=2)
-def test_a_model_that_has_changed_is_not_saved(tmp_path):
+def test_a_model_that_has_changed_or_an_optimizer_that_differs_is_not_saved(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     with refusals(lambda: os.listdir(tmp_path) == []) as refuse:
         for message, change in CHANGES:
@@ -141,41 +158,36 @@ def test_a_model_that_has_changed_is_not_saved(tmp_path):
             if mpu.rank == 1:  # on one rank only: the other one must not go ahead
                 change(model)
             refuse(message, message, model.save_parallelized, tmp_path / "ckpt")
+        model = tiny(MPU())  # of replicas, the only optimizer that has stepped is not the one that writes
+        optimizer = torch.optim.AdamW(model.parameters())
+        if mpu.rank == 1:
+            one_step(model, optimizer)
+        refuse("optimizers differ", (), model.save_parallelized, tmp_path / "ckpt", optimizer=optimizer)
 
 
-def _full_disk(patch: pytest.MonkeyPatch, model: Any) -> None:
-    write = SafetensorsWriter.write
-
-    def full(self, name, tensor):
-        if name == "gate":
-            raise OSError(28, "No space left on device")
-        write(self, name, tensor)
-
-    if dist.get_rank() == 1:
-        patch.setattr(SafetensorsWriter, "write", full)
+def _full_disk() -> Any:
+    return before_each_write(raising(FULL_DISK, "gate")) if dist.get_rank() == 1 else nullcontext()
 
 
-def _config(patch: pytest.MonkeyPatch, model: Any) -> None:
+def _with_a_bad_config(model: Any) -> Any:
     model.config.oops = object()
+    return nullcontext()
 
 
-def _not_shared(patch: pytest.MonkeyPatch, model: Any) -> None:
-    _removed(patch, model, rank=1)
-
-
-def _removed(patch: pytest.MonkeyPatch, model: Any, rank: int = 0) -> None:
+def _removed(rank: int) -> Any:
     is_dir = Path.is_dir
-    if dist.get_rank() == rank:
-        patch.setattr(Path, "is_dir", lambda self: ".tmp-" not in str(self) and is_dir(self))
+    if dist.get_rank() != rank:
+        return nullcontext()
+    return mock.patch.object(Path, "is_dir", lambda self: ".tmp-" not in str(self) and is_dir(self))
 
 
 FULL = ("cannot write model-tp1-pp0.safetensors", "No space left", "rank 1 of 2")
-ROWS: list[tuple[str, Callable[[pytest.MonkeyPatch, Any], None], dict[str, bool], tuple[str, ...]]] = [
-    ("a full disk", _full_disk, {"merge_checkpoints": False}, FULL),
-    ("a full disk while merging", _full_disk, {"merge_checkpoints": True}, FULL),
-    ("a config that cannot be saved", _config, {}, ("TypeError",)),
-    ("a folder that is not shared", _not_shared, {}, ("rank 1 does not see the folder",)),
-    ("a folder that was removed", _removed, {}, ("does not see the folder",)),
+ROWS: list[tuple[str, Callable[[Any], Any], dict[str, bool], tuple[str, ...]]] = [  # name, what happens, options, words
+    ("a full disk", lambda _: _full_disk(), {"merge_checkpoints": False}, FULL),
+    ("a full disk while merging", lambda _: _full_disk(), {"merge_checkpoints": True}, FULL),
+    ("a config that cannot be saved", _with_a_bad_config, {}, ("TypeError",)),
+    ("a folder that is not shared", lambda _: _removed(1), {}, ("rank 1 does not see the folder",)),
+    ("a folder that was removed", lambda _: _removed(0), {}, ("does not see the folder",)),
 ]
 
 
@@ -184,18 +196,15 @@ ROWS: list[tuple[str, Callable[[pytest.MonkeyPatch, Any], None], dict[str, bool]
 def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     tiny(mpu).save_parallelized(tmp_path / "ckpt")
-    old = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
+    old = files(tmp_path / "ckpt")
 
     def kept() -> bool:
-        return os.listdir(tmp_path) == ["ckpt"] and old == {
-            path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()
-        }
+        return os.listdir(tmp_path) == ["ckpt"] and old == files(tmp_path / "ckpt")
 
     with refusals(kept) as refuse:
-        for name, prepare, options, parts in ROWS:
+        for name, happens, options, parts in ROWS:
             model = tiny(mpu, 1)
-            with pytest.MonkeyPatch.context() as patch:
-                prepare(patch, model)
+            with happens(model):
                 refuse(name, parts, model.save_parallelized, tmp_path / "ckpt", **options)
                 if name == "a folder that is not shared":
                     refuse(name, parts, model.save_parallelized, tmp_path / "new")
@@ -206,17 +215,9 @@ def die_while_saving(folder: str, victim: int, merge: bool) -> None:
     mpu = MPU(tensor_parallel_size=2)  # 2 x 2
     tiny(mpu, seed=0).save_parallelized(folder)
     dist.barrier()
-    if mpu.rank == victim:
-        write = SafetensorsWriter.write
-
-        def die(self, name, tensor):
-            write(self, name, tensor)
-            if name == "gate":
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        SafetensorsWriter.write = die
-    start = time.monotonic()
-    with pytest.raises(CheckpointError, match=f"^rank {victim} of 4 failed.*\n.*{Path(folder).name}.*(unch|complete)"):
+    death = before_each_write(lambda name: name == "gate" and os.kill(os.getpid(), signal.SIGKILL))
+    start, words = time.monotonic(), f"^rank {victim} of 4 failed.*\n.*{Path(folder).name}.*(unch|complete)"
+    with pytest.raises(CheckpointError, match=words), death if mpu.rank == victim else nullcontext():
         tiny(mpu, seed=1).save_parallelized(folder, merge_checkpoints=merge)
     assert time.monotonic() - start < 10
 
@@ -247,10 +248,7 @@ SHARD = "model-tp1-pp0.safetensors"
 
 
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [  # name of the folder, what is done to it, what is said
-    ("truncated", lambda f: os.truncate(f / SHARD, 700), f"{SHARD} is truncated or overwritten: expected"),
     ("missing", lambda f: os.remove(f / SHARD), f"missing is incomplete: 1 of 2 shards found, {SHARD} is missing"),
-    ("swapped", break_swapped, f"model-tp0-pp0.safetensors was saved as {SHARD}"),
-    ("mixed", lambda f: break_mixed(f, pp=1), f"{SHARD} belongs to another save"),
     ("flipped", lambda f: flip(f / SHARD), f"{SHARD} is damaged"),
     ("garbage", lambda f: (f / "autopar.json").write_text("{"), "autopar.json is not a manifest"),
     ("chkpt", shutil.rmtree, "does not exist. Did you mean 'ckpt'?"),
@@ -312,7 +310,6 @@ def test_checkpoints_that_do_not_fit_change_nothing(tmp_path):
 
 @pooled(world_size=2)
 def test_a_model_that_is_shared_out_differently_takes_its_own_ranges(tmp_path):
-    """Even where the local shapes are the same and the units are others: interleaved instead of side by side."""
     mpu = MPU(tensor_parallel_size=2)
     tiny(mpu, seed=1).save_parallelized(tmp_path / "ckpt")
     full = TinyModel(TinyConfig(), seed=1).proj.weight.data
@@ -320,10 +317,110 @@ def test_a_model_that_is_shared_out_differently_takes_its_own_ranges(tmp_path):
     interleaved = Layout.of(1, [Block("heads", 2, 3, ((0, 1), (1, 2))), Block("heads", 2, 3, ((0, 1), (1, 2)))])
     for layout in (uneven, interleaved):
         model = tiny(mpu)
-        plan = with_layout(make_plan(2), "proj.weight", layout)
+        plan = make_plan(2)
+        plan = replace(
+            plan, tensors={**plan.tensors, "proj.weight": replace(plan.tensors["proj.weight"], layout=layout)}
+        )
         model.proj.weight.data = layout.shard(torch.zeros_like(full), mpu.tp.rank)
         model._autopar_checkpoint = replace(model._autopar_checkpoint, plan=plan)
         model.from_parallelized(tmp_path / "ckpt")
         assert torch.equal(model.proj.weight, layout.shard(full, mpu.tp.rank))
         assert torch.equal(model.gate, tiny(mpu, seed=1).gate)
     assert full[:, :6].shape == model.proj.weight.shape and not torch.equal(full[:, :6], model.proj.weight)
+
+
+@distributed(world_size=1)
+def test_without_torchrun(tmp_path):
+    dist.destroy_process_group()
+    model = tiny(MPU())  # starts its own group, with a store of another kind
+    assert isinstance(dist.distributed_c10d._get_default_store(), dist.PrefixStore)
+    for _ in range(3):
+        model.save_parallelized(tmp_path / "ckpt")
+    assert same(local(tiny(MPU(), 1).from_parallelized(tmp_path / "ckpt")), local(model))
+    dist.destroy_process_group()
+    with pytest.raises(CheckpointError, match="process group, but it was destroyed"):
+        model.save_parallelized(tmp_path / "ckpt")
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_half_precision_is_saved_as_it_is_and_loading_converts_with_a_warning(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu).to(torch.bfloat16)
+    model.save_parallelized(tmp_path / "ckpt")
+    assert json.loads((tmp_path / "ckpt" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.warns(UserWarning, match="7 tensors were converted on loading, gate from bfloat16 to float16"):
+        other = tiny(mpu, 1).from_parallelized(tmp_path / "ckpt")
+    assert torch.equal(other.embed.weight, model.embed.weight.float())
+    model.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
+    assert load_file(tmp_path / "merged" / "model.safetensors")["qkv.weight"].dtype == torch.bfloat16
+
+
+class Words:
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        (Path(folder) / "tokenizer.json").write_text("words")
+
+
+@pooled(world_size=2)
+def test_the_tokenizers_files_come_along(tmp_path):
+    model = tiny(MPU(tensor_parallel_size=2))
+    shards, whole = tmp_path / "ckpt", tmp_path / "whole"
+    model.save_parallelized(shards, tokenizer=Words())
+    model.save_parallelized(shards)  # they are the user's, and stay
+    model.save_parallelized(whole, merge_checkpoints=True, tokenizer=Words())
+    model.from_parallelized(shards)
+    for step in (1, 2):
+        model.save_parallelized(tmp_path / f"step-{step}", tokenizer=Words(), keep_last=1)
+    dist.barrier()
+    assert not (tmp_path / "step-1").exists(), "they are part of a checkpoint, and go with it"
+    if dist.get_rank() == 0:
+        merge_checkpoint(shards, tmp_path / "merged")
+        for folder in (shards, whole, tmp_path / "merged"):
+            assert (folder / "tokenizer.json").read_text() == "words"
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pooled(world_size=1)
+def test_odd_views_keep_their_values_and_a_refused_generation_config_does_not_stop_a_save(tmp_path):
+    model = parallel(gpt2(), 1)
+    model.generation_config.do_sample = False
+    model.generation_config.temperature = 0.3
+    value = torch.tensor([1 + 2j]).conj()
+    with pytest.warns(UserWarning, match="generation_config.json is not saved"):
+        model.save_parallelized(tmp_path / "ckpt", extra={"conj": value, "neg": value.imag})
+    assert not (tmp_path / "ckpt" / "generation_config.json").exists()
+    assert json.loads((tmp_path / "ckpt" / "config.json").read_text())["model_type"] == "gpt2"
+    found: dict[str, torch.Tensor] = {}
+    model.from_parallelized(tmp_path / "ckpt", extra=found)
+    assert found["conj"].tolist() == [1 - 2j] and found["neg"].tolist() == [-2]
+
+
+@pooled(world_size=1)
+def test_optimizers_and_schedulers_that_are_refused_change_nothing(tmp_path):
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__(inner.param_groups[0]["params"], {})
+
+    model = tiny(MPU())
+    inner = torch.optim.AdamW(model.parameters())
+    one_step(model, inner)
+    model.save_parallelized(tmp_path / "ckpt", optimizer=inner, lr_scheduler=LambdaLR(inner, lambda step: 1.0))
+    with torch.no_grad():
+        model.embed.weight.add_(1)
+    before, other = local(model), CosineAnnealingLR(inner, 5)
+    with refusals(lambda: same(local(model), before)) as refuse:
+        for call in (model.save_parallelized, model.from_parallelized):
+            said = "Wrapper wraps a AdamW (attribute 'inner')"
+            refuse("an optimizer around another one", said, call, tmp_path / "ckpt", optimizer=Wrapper(inner))
+        for scheduler in (other, SequentialLR(inner, [other, other], [3])):
+            said = "lr_scheduler must be a LambdaLR"
+            refuse(type(scheduler), said, model.from_parallelized, tmp_path / "ckpt", lr_scheduler=scheduler)
+        with torch.inference_mode():
+            refuse("inference mode", "in torch.inference_mode", model.from_parallelized, tmp_path / "ckpt")

@@ -3,7 +3,6 @@
 transformers converts many types between memory and file: it renames modules, writes stacked experts one by one, joins
 projections that the hub has fused."""
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from typer.testing import CliRunner
 
-import autopar
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.cli import app
@@ -28,12 +25,10 @@ from autopar.plan import tensors
 from autopar.plan.tensors import plan_tensors
 from autopar.policy.match import supported_model_types
 from autopar.storage.lazy_tensor import InMemory, open_piece
-from tests.checkpoint.tiny import assert_same_files, files, rewrite_manifest
-from tests.pool import pooled
+from tests.checkpoint.tiny import files, rewrite_manifest
 from tests.random_models import Case, build, cases, of_type
 from tests.refused_types import NAMES_IN_MEMORY
 from tests.representatives import REPRESENTATIVES, first_types
-from tests.tiers import mainly
 
 WHOLE = sorted(  # the others are inside these
     name for name in supported_model_types() if not of_type(name).inside and name not in NAMES_IN_MEMORY
@@ -195,57 +190,3 @@ def test_inspect_names_the_tensor_that_others_are_joined_into(tmp_path: Path) ->
         assert joined == ["nomic_bert.encoder.layers.0.attn.Wqkv.weight"]
     text = CliRunner().invoke(app, ["inspect", str(tmp_path / "split")]).stdout
     assert "nomic_bert.encoder" in text and "not saved" not in text
-
-
-SIZE = 40_000  # bytes: several files
-
-
-def check(folder: Path, plain: PreTrainedModel, tp: int, pp: int) -> None:
-    """Merged at once, and offline from shards, in one file and in several; then read again in every way."""
-    config = {"model_parallelism": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}}
-    if dist.get_rank() == 0:
-        copy.deepcopy(plain).save_pretrained(folder / "plain")
-        copy.deepcopy(plain).save_pretrained(folder / "several", max_shard_size=SIZE)
-    dist.barrier()
-    model = autopar.initialize(copy.deepcopy(plain), config)
-    model.save_parallelized(folder / "shards")
-    model.save_parallelized(folder / "merged", merge_checkpoints=True)
-    model.save_parallelized(folder / "merged several", merge_checkpoints=True, max_shard_size=SIZE)
-    if dist.get_rank() == 0:
-        offline = CliRunner().invoke(app, ["merge", str(folder / "shards"), str(folder / "offline")])
-        assert offline.exit_code == 0, offline.output
-        for name in ("merged", "offline"):
-            assert_same_files(folder / name, folder / "plain")
-        assert_same_tensors(folder / "merged several", folder / "several")
-        same(type(plain).from_pretrained(folder / "merged several", dtype=plain.dtype), plain)
-    dist.barrier()
-    kind: Any = type(plain)
-    for source in ("shards", "merged several"):
-        loaded = autopar.from_pretrained(kind, folder / source, config)
-        same(loaded, model)
-        loaded.mpu.destroy()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    model.from_parallelized(folder / "shards")
-    loaded = autopar.from_pretrained(kind, folder / "plain", config)
-    same(model, loaded)
-    for either in (model, loaded):
-        either.mpu.destroy()
-
-
-def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    mine, theirs = one.state_dict(), other.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert not [name for name in theirs if not torch.equal(mine[name], theirs[name])]
-
-
-@pooled(world_size=4, timeout=300)
-def test_at_tp_2_and_pp_2(tmp_path: Path) -> None:
-    check(tmp_path, build(cases("nomic_bert")[0], 6, 3), 2, 2)
-
-
-@pytest.mark.parametrize("model_type", mainly(*JOINED, later="sweep"))
-@pooled(world_size=2, timeout=300)
-def test_at_tp_2(tmp_path: Path, model_type: str) -> None:
-    check(tmp_path, build(cases(model_type)[0], 6, 3), 2, 1)

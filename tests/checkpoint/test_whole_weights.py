@@ -1,29 +1,38 @@
 """Habits of one process on a model of which a rank has a part: saving, loading and counting the whole."""
 
 import copy
+import os
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_model, save_file, save_model
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
+from transformers.utils import hub
 
 import autopar
+from autopar.errors import CheckpointError, ConfigError, ConsistencyError
+from tests.exchange import everyones
 from tests.pool import pooled
+from tests.random_models import Case, build
 from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
 
-SIZES = {"tp": (2, 1), "pp": (1, 2)}
+SECTIONS: dict[str, Any] = {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {}, "zero3": {"zero": {"stage": 3}}}
 INSTEAD = r"save_parallelized\(dir, merge_checkpoints=True\)"
 
 
-def parallel(model: Any, how: str = "tp", **config: Any) -> Any:
-    tp, pp = SIZES.get(how, (1, 1))
-    return autopar.initialize(model, {"tp": tp, "pp": pp, **config})
+def parallel(model: Any, how: str = "tp") -> Any:
+    return autopar.initialize(model, SECTIONS[how])
 
 
 def mine(folder: Path, rank: int | None = None) -> Path:
@@ -62,16 +71,6 @@ def test_torch_save_of_a_state_dict_warns_once_and_the_file_knows_its_rank(tmp_p
 
 
 @pooled(world_size=2)
-def test_a_state_dict_inside_of_another_module_s_warns_too(tmp_path: Path) -> None:
-    around = nn.ModuleDict({"module": parallel(gpt2())})  # as DistributedDataParallel names it
-    with pytest.warns(autopar.ShardWarning, match="holds only the shards of GPT2LMHeadModel"):
-        torch.save({"model": around.state_dict(), "step": 3}, mine(tmp_path))
-    around.load_state_dict(torch.load(mine(tmp_path))["model"])
-    around.load_state_dict({f"module.{name}": value for name, value in gpt2(1).state_dict().items()})
-    same(autopar.deparallelize(around["module"]), gpt2(1))
-
-
-@pooled(world_size=2)
 def test_copies_of_a_model_and_of_its_state_dict_are_quiet() -> None:
     model = parallel(gpt2())
     ids = torch.arange(6).view(1, 6)
@@ -99,8 +98,7 @@ def called_by(module: str, function: str) -> Callable[[nn.Module], Any]:
 @pytest.mark.parametrize("how", ["tp", "pp", "zero3"])
 @pooled(world_size=2)
 def test_what_saves_a_whole_model_raises(tmp_path: Path, how: str) -> None:
-    sections = {"zero": {"stage": 3}} if how == "zero3" else {}
-    model = parallel(llama(), how, **sections)
+    model = parallel(llama(), how)
     calls: dict[str, Callable[[], Any]] = {
         "save_pretrained": lambda: model.save_pretrained(tmp_path / "x"),
         "save_pretrained of the class": lambda: type(model).save_pretrained(model, tmp_path / "x"),
@@ -128,8 +126,12 @@ def test_what_saves_a_whole_model_raises(tmp_path: Path, how: str) -> None:
 
 @pooled(world_size=2)
 def test_savers_that_read_the_dict_warn(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
+    around = nn.ModuleDict({"module": parallel(gpt2())})  # as DistributedDataParallel names it
+    with pytest.warns(autopar.ShardWarning, match="holds only the shards of GPT2LMHeadModel"):
+        torch.save({"model": around.state_dict(), "step": 3}, mine(tmp_path))
+    around.load_state_dict(torch.load(mine(tmp_path))["model"])
+    around.load_state_dict({f"module.{name}": value for name, value in gpt2(1).state_dict().items()})
+    same(autopar.deparallelize(around["module"]), gpt2(1))
     with pytest.warns(autopar.ShardWarning, match=f"safetensors reads state_dict.*\n.*{INSTEAD}"):
         save_file(parallel(llama()).state_dict(), mine(tmp_path))
     with (
@@ -155,8 +157,6 @@ def test_a_model_that_is_whole_is_saved_as_ever(tmp_path: Path) -> None:
 
 
 class Wrapped(nn.Module):
-    """A model of the user's own around a Hugging Face model."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.inner, self.scale = gpt2(seed), nn.Parameter(torch.full((1,), float(seed)))
@@ -183,7 +183,7 @@ def test_a_whole_state_dict_loads(tmp_path: Path, how: str) -> None:
 
 @pooled(world_size=2)
 def test_a_whole_state_dict_loads_into_zero_stage_3(tmp_path: Path) -> None:
-    model = parallel(llama(), "zero3", zero={"stage": 3})
+    model = parallel(llama(), "zero3")
     model.load_state_dict(llama(1).state_dict())
     model.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
     same(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), llama(1))
@@ -216,11 +216,147 @@ def test_state_dicts_that_do_not_fit_are_refused_before_anything_is_changed() ->
 @pytest.mark.parametrize("how", ["tp", "pp", "zero3"])
 @pooled(world_size=2)
 def test_num_parameters_counts_the_whole_model(how: str) -> None:
-    sections = {"zero": {"stage": 3}} if how == "zero3" else {}
     for make in (llama, gpt2):
         plain = make()
         plain.get_input_embeddings().requires_grad_(False)
-        model = parallel(copy.deepcopy(plain), how, **sections)
+        model = parallel(copy.deepcopy(plain), how)
         for which in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
             assert model.num_parameters(**which) == plain.num_parameters(**which), which
             assert model.base_model.num_parameters(**which) == plain.base_model.num_parameters(**which), which
+
+
+def grouped() -> Any:
+    return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True)
+
+
+def written(plain: Any) -> dict[str, torch.Tensor]:
+    """What ``save_pretrained`` writes, on rank 0."""
+    found = {}
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            plain.save_pretrained(folder)
+            found = load_file(f"{folder}/model.safetensors")
+    return everyones(found)[0]
+
+
+def as_saved(model: Any, plain: Any, **options: Any) -> None:
+    found, expected = dict(autopar.hf_weights(model, **options)), written(plain)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not own & {tensor.data_ptr() for tensor in found.values()}, "they are copies"
+
+
+def mixture() -> Any:
+    return build(Case("mixtral", "MixtralForCausalLM"), 6, 3)
+
+
+@pooled(world_size=4)
+def test_names_and_values_are_those_of_save_pretrained() -> None:
+    for make in (gpt2, grouped, mixture):
+        for sizes in ({"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}):
+            if make is mixture and len(sizes) == 2:
+                continue
+            plain = make()
+            model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
+            as_saved(model, plain)
+            as_saved(model, plain, bucket_size=1)  # each tensor by itself
+    plain = gpt2()
+    config = {"model_parallelism": {"tensor_parallel_size": 2}, "zero": {"stage": 3}}
+    model = copy.deepcopy(plain)
+    model, _ = autopar.initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    as_saved(model, plain)
+
+
+@pooled(world_size=2)
+def test_a_rank_that_leaves_early_hangs_nobody() -> None:
+    model = autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    total = len(dict(autopar.hf_weights(model)))
+    for number, _ in enumerate(autopar.hf_weights(model, bucket_size=1)):  # all leave at the same one
+        if number == 2:
+            break
+    message = f"rank 1 left the loop early; this rank has 3 of {total} tensors"
+    for how in (StopIteration, ZeroDivisionError):
+        seen = 0
+        try:
+            for _ in autopar.hf_weights(model, bucket_size=1):
+                seen += 1
+                if dist.get_rank() == 1 and seen == 3:
+                    raise how
+        except how:
+            assert dist.get_rank() == 1
+        except ConsistencyError as error:
+            assert dist.get_rank() == 0 and message in str(error), error
+        assert seen == 3
+    for number, _ in enumerate(autopar.hf_weights(DistributedDataParallel(model, process_group=model.mpu.dp.group))):
+        if dist.get_rank() == 1 and number == total - 1:
+            break  # in the last bucket: the others have all of them
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="is not parallelized"):
+        autopar.hf_weights(gpt2())
+
+
+class Hub:
+    """What is uploaded instead of sending it; fails if it is told to."""
+
+    def __init__(self, folder: Path, fails: bool) -> None:
+        self.folder, self.fails, self.calls = folder, fails, []
+
+    def create_repo(self, repo_id: str, **options: Any) -> Any:
+        self.calls.append(options)
+        return SimpleNamespace(repo_id=f"user/{repo_id}")
+
+    def create_commit(self, repo_id: str, operations: Any, **options: Any) -> str:
+        self.calls.append({"repo_id": repo_id, **options})
+        if self.fails:
+            raise ConnectionError("the hub is away")
+        self.folder.mkdir()
+        for operation in operations:
+            (self.folder / operation.path_in_repo).write_bytes(Path(operation.path_or_fileobj).read_bytes())
+        return f"https://hub/{repo_id}/commit/1"
+
+
+def replaced(folder: Path, fails: bool = False) -> Hub:
+    made = Hub(folder, fails)
+    hub.hf_api = lambda: made
+    hub.create_and_tag_model_card = lambda repo_id, tags, token: SimpleNamespace(
+        save=lambda path: Path(path).write_text(f"tags: {tags}")
+    )
+    return made
+
+
+@pooled(world_size=2)
+def test_one_upload_of_the_whole_model(tmp_path: Path) -> None:
+    before = hub.hf_api, hub.create_and_tag_model_card
+    os.environ["TMPDIR"] = str(tmp_path)
+    first = dist.get_rank() == 0
+    try:
+        for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+            model = autopar.initialize(gpt2(), {"model_parallelism": sizes})
+            here = tmp_path / next(iter(sizes))
+            here.mkdir(exist_ok=True)
+            sent = replaced(here / "a")
+            address = model.push_to_hub("mine", private=True, token="secret", commit_message="new", tags=["small"])
+            assert address == "https://hub/user/mine/commit/1"  # on every rank
+            assert len(sent.calls) == (2 if first else 0)
+            if first:
+                assert sent.calls[0]["private"] is True and sent.calls[0]["token"] == "secret"
+                assert sent.calls[1]["commit_message"] == "new" and sent.calls[1]["repo_id"] == "user/mine"
+                same(GPT2LMHeadModel.from_pretrained(here / "a"), gpt2())
+                assert (here / "a" / "README.md").read_text() == "tags: ['small']"
+        replaced(tmp_path / "never", fails=True)
+        with raises_everywhere(CheckpointError, "ConnectionError: the hub is away"):
+            model.push_to_hub("mine")
+        with raises_everywhere(CheckpointError, "repo_id is 'name-0' on rank 0 and 'name-1'"):
+            model.push_to_hub(f"name-{dist.get_rank()}")
+        with raises_everywhere(CheckpointError, "has no argument 'privat'"):
+            model.push_to_hub("mine", privat=True)
+        with raises_everywhere(CheckpointError, "repo_id=3 must be a name such as 'user/model'"):
+            model.push_to_hub(3)
+        with pytest.raises(ConfigError, match="holds only its shards of GPT2Model"):
+            model.transformer.push_to_hub("mine")
+        assert not list(tmp_path.glob("autopar-hub-*")), "the temporary folders are gone"
+    finally:
+        hub.hf_api, hub.create_and_tag_model_card = before
+        del os.environ["TMPDIR"]

@@ -1,12 +1,13 @@
 """A tiny Hugging Face model with every kind of tensor, a hand-made plan for it, and an MPU that needs no processes."""
 
+import contextlib
 import json
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -14,11 +15,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from autopar.checkpoint import attach, save
 from autopar.checkpoint.save import snapshot
+from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.state import config_writer, state_of
 from autopar.distributed.axis import MeshSizes
 from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.files import NAME, checksum, file_checksum
+from autopar.storage.safetensors_io import SafetensorsWriter
 
 HEADS, KV_HEADS, WIDTH, VOCAB, HIDDEN = 6, 2, 2, 17, 4
 
@@ -28,8 +31,6 @@ class TinyConfig(PreTrainedConfig):
 
 
 class TinyModel(PreTrainedModel):
-    """Only the tensors matter."""
-
     config_class = TinyConfig
 
     def __init__(self, config: TinyConfig, seed: int = 0) -> None:
@@ -185,7 +186,6 @@ def rewrite_manifest(folder: Path, change: Callable[[Any], Any], checksum_too: b
 
 
 def saved_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What ``save_pretrained`` of the plain model would write."""
     return {k: v.detach() for k, v in model.state_dict().items() if k not in ("head.weight", "scratch")}
 
 
@@ -194,11 +194,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return list(one) == list(other) and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
-
-
-def with_layout(plan: Plan, name: str, layout: Layout) -> Plan:
-    """The plan with one layout changed."""
-    return replace(plan, tensors={**plan.tensors, name: replace(plan.tensors[name], layout=layout)})
 
 
 def local(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -220,3 +215,63 @@ def assert_same_files(one: Path, other: Path) -> None:
     ours, theirs = files(one), files(other)
     assert sorted(ours) == sorted(theirs)
     assert not [name for name in ours if ours[name] != theirs[name]]
+
+
+@contextlib.contextmanager
+def before_each_write(call: Callable[[str], object]) -> Iterator[None]:
+    """Call this with the name of each tensor before it is written."""
+    write = SafetensorsWriter.write
+
+    def wrapped(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
+        call(name)
+        write(self, name, tensor)
+
+    with mock.patch.object(SafetensorsWriter, "write", wrapped):
+        yield
+
+
+def raising(error: BaseException, at: str = "") -> Callable[[str], None]:
+    """What raises this for a tensor of this name, or for any."""
+
+    def call(name: str) -> None:
+        if at in ("", name):
+            raise error
+
+    return call
+
+
+FULL_DISK = OSError(28, "No space left on device")
+
+
+def stored_is(folder: Path, weights: Mapping[str, torch.Tensor], seed: int = 0) -> None:
+    """Assert that the files hold these weights, and the moments of this seed."""
+    with ShardReader(folder, ("model", "optimizer")) as shards:
+        for name, entry in shards.manifest.tensors.items():
+            assert torch.equal(shards.lazy(name).read(), weights[name]), name
+            for key in ("exp_avg", "exp_avg_sq") if name in shards.manifest.parameters else ():
+                due = moment(name, key, seed, entry)
+                assert torch.equal(shards.lazy(f"{name}::{key}", "optimizer").read(), due), f"{key} of {name}"
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to all values inside of dicts and lists."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, by part and name."""
+    with ShardReader(folder, ("model", "optimizer", "extra")) as shards:
+        return {
+            f"{part}/{name}": shards.lazy(name, part).read()
+            for part, entry in shards.manifest.parts.items()
+            for name in entry.tensors
+        }

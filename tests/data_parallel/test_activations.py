@@ -22,7 +22,7 @@ def compare(model, plain):
 
 
 @pooled(world_size=2)
-def test_on_the_cpu_gradients_are_the_plain_models():
+def test_on_the_cpu_gradients_are_the_plain_models_and_generating_keeps_the_cache():
     plain = gpt2()
     model = autopar.initialize(copy.deepcopy(plain), CONFIG)
     functions = [block._gradient_checkpointing_func for block in model.transformer.h]
@@ -30,6 +30,12 @@ def test_on_the_cpu_gradients_are_the_plain_models():
     compare(model, plain)
     copied = copy.deepcopy(model)
     assert copied.transformer.h[0]._gradient_checkpointing_func.func is activations.offloaded
+    # In training mode, blocks that recompute forget the cache, and go on from the last token alone.
+    ids = torch.arange(10).view(2, 5)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.train().generate(ids, **settings), plain.generate(ids, **settings))
+    compare(model, plain)  # and it recomputes again
+    assert model.transformer.gradient_checkpointing
 
 
 @pooled(world_size=2)
@@ -47,15 +53,3 @@ def test_only_the_inputs_of_blocks_are_moved():
     assert len(inputs) == 4  # two blocks, two micro-batches
     weights = {tuple(parameter.shape) for parameter in model.parameters()}
     assert not weights & set(moved)
-
-
-@pooled(world_size=2)
-def test_generating_in_training_mode_keeps_the_cache():
-    """transformers' blocks forget it where they recompute, and go on from the last token alone."""
-    plain = gpt2()
-    model = autopar.initialize(copy.deepcopy(plain), CONFIG).train()
-    ids = torch.arange(10).view(2, 5)
-    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
-    compare(model, plain)  # and it recomputes again
-    assert model.transformer.gradient_checkpointing

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_weights
-from tests.parity import close, language_batches
+from tests.parity import all_close, language_batches
+from tests.pipeline_parallel.oracle import take_step
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
@@ -26,22 +27,22 @@ def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def inner(each: Any, batches: list[Any]) -> Any:
+    """Train a copy."""
+    fast = copy.deepcopy(each)
+    optimizer = torch.optim.AdamW(fast.parameters(), lr=1e-3)
+    for batch in batches:
+        fast(**batch).loss.backward()
+        take_step(optimizer)
+    return fast
+
+
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_each_replica_may_train_a_copy_on_a_task_of_its_own() -> None:
-    """Reptile: the model moves towards the mean of what the copies have become."""
     plain = gpt2().train()
     model = parallel(plain)
     tasks = [language_batches(131, count=3, seed=1 + task) for task in range(2)]
-
-    def inner(each: Any, batches: list[Any]) -> Any:
-        fast = copy.deepcopy(each)
-        optimizer = torch.optim.AdamW(fast.parameters(), lr=1e-3)
-        for batch in batches:
-            fast(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return fast
 
     moved = [list(inner(plain, batches).parameters()) for batches in tasks]
     mine = inner(model, tasks[dist.get_rank()])
@@ -65,12 +66,7 @@ def test_an_inner_loop_on_copies_moves_the_model_as_on_one_process() -> None:
     model = parallel(plain, tensor_parallel_size=2)
     for start in range(3):
         for each in (plain, model):
-            fast = copy.deepcopy(each)
-            optimizer = torch.optim.AdamW(fast.parameters(), lr=1e-3)
-            for batch in language_batches(131, count=3, seed=start):
-                fast(**batch).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            fast = inner(each, language_batches(131, count=3, seed=start))
             with torch.no_grad():
                 for slow, moved in zip(each.parameters(), fast.parameters(), strict=True):
                     slow.lerp_(moved, 0.5)
@@ -109,19 +105,16 @@ def test_a_stage_of_a_copy_that_forgets_its_step() -> None:
     with pytest.raises(ConsistencyError, match="optimizer steps so far: rank 0: 3, rank 1: 2"):
         fast.execute_pipeline(batch)
     dist.barrier()
-    model.mpu.destroy()
 
 
-def same_plain(model: torch.nn.Module, plain: torch.nn.Module) -> None:
-    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        close(found.data, expected.data, name)
+def same_tensors(model: torch.nn.Module, plain: torch.nn.Module) -> None:
+    all_close(dict(model.named_parameters()), dict(plain.named_parameters()), "{}")
 
 
 @pytest.mark.tier("test", only=("stages",))
 @pytest.mark.parametrize("kind", ["shards", "stages"])
 @pooled(world_size=4)
 def test_a_copy_becomes_plain_and_the_model_goes_on(kind: str) -> None:
-    """As for an export in the middle of a training; the process groups end with the last of them."""
     sizes = {"tensor_parallel_size": 2} if kind == "shards" else {"pipeline_parallel_size": 2}
     plain = llama(num_hidden_layers=2).train()
     model = parallel(plain, **sizes)
@@ -129,22 +122,20 @@ def test_a_copy_becomes_plain_and_the_model_goes_on(kind: str) -> None:
     for first in (True, False):
         for batch in language_batches(131, count=2, batch=2):
             plain(**batch).loss.backward()
-            reference.step()
-            reference.zero_grad()
+            take_step(reference)
             if kind == "stages":
                 model.execute_pipeline(batch)
             else:
                 model(**batch).loss.backward()
                 autopar.average_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         if first:
-            same_plain(autopar.deparallelize(copy.deepcopy(model)), plain)
+            same_tensors(autopar.deparallelize(copy.deepcopy(model)), plain)
     mpu = model.mpu
     kept = copy.deepcopy(model) if dist.get_rank() == 0 else None  # averages of weights, on one rank only
-    same_plain(autopar.deparallelize(copy.deepcopy(model)), plain)
+    same_tensors(autopar.deparallelize(copy.deepcopy(model)), plain)
     assert mpu.alive
     del kept
     gc.collect()
-    same_plain(autopar.deparallelize(model), plain)
+    same_tensors(autopar.deparallelize(model), plain)
     assert not mpu.alive

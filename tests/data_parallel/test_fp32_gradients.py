@@ -13,7 +13,9 @@ from tests.pool import pooled
 from tests.small import gpt2
 
 
-def _gives_back(tp: int, pp: int) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pooled(world_size=4)
+def test_deparallelize_gives_the_fp32_weights_back(tp: int, pp: int) -> None:
     for zero, clipping in ((0, 0.0), (1, 1.0)):
         model = gpt2(n_layer=3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -42,16 +44,9 @@ def _gives_back(tp: int, pp: int) -> None:
         plain(ids, labels=ids).loss.backward()
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
-@pooled(world_size=4)
-def test_deparallelize_gives_the_fp32_weights_back(tp: int, pp: int) -> None:
-    _gives_back(tp, pp)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pooled(world_size=1)
 def test_the_gradients_of_micro_batches_add_up_in_fp32(dtype: str) -> None:
-    """In bf16, with 8 bits, what many micro-batches add would be rounded away."""
     config = {"precision": {"dtype": dtype, "initial_scale": 1.0}, "pipeline": {"num_microbatches": 40}}
     plain = gpt2(tie_word_embeddings=False)  # the two parts of a tied weight's gradient are added before
     model, optimizer = start(copy.deepcopy(plain), **config)
@@ -76,23 +71,9 @@ def test_the_gradients_of_micro_batches_add_up_in_fp32(dtype: str) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("pp", [1, 2])
 @pooled(world_size=2)
-def test_gradients_that_were_there_before_are_kept() -> None:
-    """A loop of one's own, then execute_pipeline, in one step."""
-    model, optimizer = start(gpt2(tie_word_embeddings=False), precision={"dtype": "bf16"})
-    batch = {"input_ids": IDS[:1], "labels": IDS[:1]}
-    model(**batch).loss.backward()
-    first = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    assert {gradient.dtype for gradient in first.values()} == {torch.bfloat16}
-    with model.no_sync():
-        model.execute_pipeline(batch, optimizer=optimizer)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad, 2 * first[name].float()), name
-    autopar.average_gradients(model)
-    model.mpu.destroy()
-
-
-def _frozen_gives_back(pp: int) -> None:
+def test_frozen_weights_and_buffers_become_fp32_too(pp: int) -> None:
     model = gpt2(n_layer=2)
     for parameter in model.transformer.h.parameters():
         parameter.requires_grad_(False)
@@ -103,27 +84,26 @@ def _frozen_gives_back(pp: int) -> None:
     model.execute_pipeline({"input_ids": IDS[:2], "labels": IDS[:2]}, optimizer=optimizer)
     optimizer.step()
     plain = autopar.deparallelize(model)
-    assert {tensor.dtype for tensor in (*plain.parameters(), *plain.buffers()) if tensor.is_floating_point()} == {
+    assert {each.dtype for each in (*plain.parameters(), *plain.buffers()) if each.dtype.is_floating_point} == {
         torch.float32
     }
     plain(IDS[:2], labels=IDS[:2]).loss.backward()
 
 
-@pytest.mark.parametrize("pp", [1, 2])
 @pooled(world_size=2)
-def test_frozen_weights_and_buffers_become_fp32_too(pp: int) -> None:
-    _frozen_gives_back(pp)
-
-
-@pooled(world_size=2)
-def test_replicas_of_which_one_has_no_gradient_and_one_a_half() -> None:
-    model, optimizer = start(gpt2(), precision={"dtype": "bf16"})
-    rank = dist.get_rank()
+def test_gradients_that_were_there_before_are_kept_and_replicas_of_which_one_lacks_some() -> None:
+    model, optimizer = start(gpt2(tie_word_embeddings=False), precision={"dtype": "bf16"})
+    batch = {"input_ids": IDS[:1], "labels": IDS[:1]}
+    model(**batch).loss.backward()
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert {gradient.dtype for gradient in before.values()} == {torch.bfloat16}
     with model.no_sync():
-        model.execute_pipeline({"input_ids": IDS[:2], "labels": IDS[:2]}, optimizer=optimizer)
+        model.execute_pipeline(batch, optimizer=optimizer)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, 2 * before[name].float()), name
     first, second, third, *_ = model.parameters()
     expected = [parameter.grad.clone() for parameter in (first, second, third)]
-    if rank:
+    if dist.get_rank():
         first.grad = None
         second.grad = second.grad.bfloat16()
     third.grad = third.grad.bfloat16()
@@ -132,4 +112,3 @@ def test_replicas_of_which_one_has_no_gradient_and_one_a_half() -> None:
     close(first.grad, expected[0] / 2, "without a gradient on one replica")
     close(second.grad, (expected[1] + expected[1].bfloat16()) / 2, "a half one")
     optimizer.step()
-    model.mpu.destroy()

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,16 +99,13 @@ def test_weights_are_those_of_the_single_process_model(tmp_path, mesh, name):
         close(trained[key], tensor, key)
     model.from_parallelized(str(tmp_path / "shards"))
     assert_weights(model, weights)
-    model.mpu.destroy()
 
     for model, expected in ((loaded(plain, str(tmp_path / "shards"), config), weights), (drawn(plain, config), draws)):
         assert_weights(model, expected)
-        model.mpu.destroy()
 
 
 @pooled(world_size=2)
 def test_values_are_rounded_as_in_memory(tmp_path):
-    """A half model whose shards FSDP2 keeps in float32, of a float32 folder; and an optimizer made before."""
     plain = gpt2()
     folder, config = shared(tmp_path, plain), {**ZERO3, "precision": {"dtype": "bf16"}}
 
@@ -198,8 +196,7 @@ def test_a_rank_never_holds_more_than_its_share_and_a_block(tmp_path, mesh):
     config = MESHES.get(mesh) or {mesh[:2]: 4}
     block = sum(parameter.numel() for parameter in plain.model.layers[0].parameters())
     buffers = sum(buffer.numel() for buffer in plain.buffers())
-    before, materialize.ThreadPoolExecutor = materialize.ThreadPoolExecutor, _InTurn  # type: ignore[assignment,misc]
-    try:
+    with mock.patch.object(materialize, "ThreadPoolExecutor", _InTurn):
         for at, make in enumerate(
             (
                 lambda: drawn(plain, config),
@@ -219,6 +216,3 @@ def test_a_rank_never_holds_more_than_its_share_and_a_block(tmp_path, mesh):
             with _Held() as held:
                 model.from_parallelized(str(tmp_path / "shards"))
             assert held.most <= share + block  # its own shards are among what it touches
-            model.mpu.destroy()
-    finally:
-        materialize.ThreadPoolExecutor = before  # type: ignore[misc]

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 import autopar
 from autopar.config import ParallelConfig
 from autopar.data_parallel.optimizer_state import probe, stepping
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ConsistencyError
 from tests.data_parallel.whole_optimizers import ACROSS, MATRICES
 from tests.parity import language_batches
 from tests.pool import pooled
@@ -78,20 +79,6 @@ def test_the_small_rate_with_which_a_warm_up_begins_hides_nothing(rate: float) -
         assert probe(optimizer, optimizer.param_groups[0]) == expected
 
 
-class Closing(torch.optim.SGD):
-    """Needs a closure."""
-
-    def step(self, closure: Any) -> None:  # type: ignore[override]
-        closure()
-
-
-def test_what_cannot_be_tried_is_not_refused() -> None:
-    optimizer = Closing(_parameters())
-    assert probe(optimizer, optimizer.param_groups[0]) is None
-    config = ParallelConfig.parse({"tp": 2, "pp": 2, "zero": {"stage": 1}})
-    assert stepping(optimizer, optimizer.param_groups[0], config) == "parts"
-
-
 def test_one_that_has_state() -> None:
     """State that the class makes is there in the trial; a class that needs more than its defaults is copied."""
 
@@ -107,19 +94,25 @@ def test_one_that_has_state() -> None:
         assert optimizer.state and probe(optimizer, optimizer.param_groups[0]) == expected
 
 
-def test_a_class_of_torch_is_known_and_one_that_derives_from_it_is_tried() -> None:
+def test_a_class_of_torch_is_known_and_one_that_derives_from_it_is_tried_if_it_can_be() -> None:
     class Signs(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             for p in self.param_groups[0]["params"]:
                 p.grad = p.grad / p.grad.norm()
             super().step()
 
-    sparse, derived = torch.optim.SparseAdam(_parameters()), Signs(_parameters())
-    assert probe(sparse, sparse.param_groups[0]) == "parts"
-    assert probe(derived, derived.param_groups[0]) == "matrices"
+    class Closing(torch.optim.SGD):
+        def step(self, closure: Any) -> None:  # type: ignore[override]
+            closure()
+
+    made = (torch.optim.SparseAdam(_parameters()), Signs(_parameters()), Closing(_parameters()))
+    for optimizer, expected in zip(made, ("parts", "matrices", None), strict=True):
+        assert probe(optimizer, optimizer.param_groups[0]) == expected
+    config = ParallelConfig.parse({"tp": 2, "pp": 2, "zero": {"stage": 1}})
+    assert stepping(optimizer, optimizer.param_groups[0], config) == "parts"
 
 
-def test_declared_statistics_across_parameters() -> None:
+def test_statistics_across_parameters_are_declared() -> None:
     optimizer = Own(_parameters(), UPDATES["sign"][0])
 
     def how(**sections: Any) -> str:
@@ -130,25 +123,11 @@ def test_declared_statistics_across_parameters() -> None:
     for sections in ({"tp": 2, "pp": 2}, {"zero": {"stage": 1}}, {"tp": 2, "zero": {"stage": 3}}):
         with pytest.raises(ConfigError, match=r"Own computes statistics over all parameters\.\n  With "):
             how(**sections)
-
-
-def test_statistics_across_parameters_need_a_declaration() -> None:
     optimizer = ACROSS["Prodigy"](_parameters())
-    words = (
-        "Prodigy computes statistics over all parameters(.|\n)*Write optimizer: {across_parameters: true} in the config"
-    )
+    words = r"Prodigy computes statistics over all parameters(?s:.*)Write optimizer: {across_parameters: true} in the"
     for given in (True, False):
         with pytest.raises(ConfigError, match=words):
             stepping(optimizer, optimizer.param_groups[0], ParallelConfig.parse({"tp": 2}), given=given)
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [*((kind, "matrices") for kind in MATRICES), ("AdaGradNorm", "across"), ("Prodigy", "across"), ("Noisy", "random")],
-)
-def test_what_papers_propose(kind: str, expected: str) -> None:
-    optimizer = {**MATRICES, **ACROSS}[kind](_parameters()[:1])
-    assert probe(optimizer, optimizer.param_groups[0]) == expected
 
 
 def test_an_optimizer_around_another_one_and_its_state_is_left_alone() -> None:
@@ -227,7 +206,6 @@ def test_made_before_or_after_it_is_refused_where_its_steps_would_be_others() ->
 
 @pooled(world_size=2)
 def test_where_whole_parameters_are_stepped_it_is_right() -> None:
-    """Stages and replicas have whole matrices; groups of another model are not looked at."""
     whole = UPDATES["trust ratio"][0]
     plain = gpt2()
     batch = language_batches(131)[0]
@@ -245,3 +223,57 @@ def test_where_whole_parameters_are_stepped_it_is_right() -> None:
     other = nn.Linear(4, 4)
     other(torch.ones(1, 4)).sum().backward()
     Own(other.parameters(), whole).step()
+
+
+def refused(message, config=None, optimizer=None, lr_scheduler=None, model=None):
+    model = model or gpt2()
+    with raises_everywhere(ConfigError, message):
+        autopar.initialize(
+            model, config or {}, optimizer=optimizer(model) if optimizer else None, lr_scheduler=lr_scheduler
+        )
+    assert not hasattr(model, "mpu")
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pooled(world_size=1)
+def test_what_is_refused():
+    for config, text in (
+        ({"zero": {"stage": 1}}, "zero.stage=1 needs an optimizer, and initialize got none"),
+        ({"precision": {"dtype": "bf16"}}, "precision.dtype=bf16 needs an optimizer"),
+        ({"gradient_clipping": 1, "zero": {"stage": 1}}, "zero.stage=1, gradient_clipping=1 needs an optimizer"),
+        ({"zero": {"stage": 3}, "precision": {"dtype": "fp16"}}, "precision.dtype=fp16 needs an optimizer"),
+    ):
+        refused(text, config)
+    refused("optimizer must be a torch.optim.Optimizer, got object", optimizer=lambda model: object())
+    refused("LBFGS is not supported with shards, with stages", optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
+    other = sgd(gpt2())
+    refused("in group 0 of SGD are not parameters of GPT2LMHeadModel", optimizer=lambda model: other)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    refused("lr_scheduler must drive the optimizer", optimizer=sgd, lr_scheduler=scheduler)
+    refused("lr_scheduler needs an optimizer", lr_scheduler=scheduler)
+    if not torch.accelerator.is_available():
+        refused("zero.cpu_offload needs an accelerator", {"zero": {"stage": 3, "cpu_offload": True}})
+    refused(
+        "Adagrad must not have state before initialize with zero.stage 3",
+        {"zero": {"stage": 3}},
+        lambda model: torch.optim.Adagrad(model.parameters()),
+    )
+    model = gpt2()
+    optimizer = sgd(model)
+    autopar.initialize(model, {}, optimizer=optimizer)
+    with pytest.raises(ConfigError, match="this SGD belongs to a parallelized model already"):
+        autopar.initialize(gpt2(), {}, optimizer=optimizer)
+    with pytest.raises(ConfigError, match=r"SGD.step\(closure\) is not supported: gradients inside of step"):
+        optimizer.step(lambda: 0.0)
+
+
+@pooled(world_size=2)
+def test_ranks_whose_groups_differ():
+    model = gpt2()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters if dist.get_rank() == 0 else parameters[::-1], lr=0.1)
+    with raises_everywhere(ConsistencyError, "ranks [1] call autopar.initialize with other arguments than rank 0"):
+        autopar.initialize(model, {}, optimizer=optimizer)

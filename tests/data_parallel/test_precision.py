@@ -1,17 +1,20 @@
 """bf16 and fp16 with fp32 weights in the optimizer, and the loss scale."""
 
 import copy
-import logging
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from transformers import T5Config, T5ForConditionalGeneration
 
 import autopar
+from autopar.config import ParallelConfig
+from autopar.data_parallel.precision import LossScale
 from autopar.errors import ConfigError
+from tests.checkpoint.loading import logged
 from tests.parity import close
+from tests.pipeline_parallel.deep import deep
+from tests.pipeline_parallel.oracle import take_step
 from tests.pool import pooled
 from tests.small import gpt2
 from tests.worlds import raises_everywhere
@@ -27,10 +30,10 @@ def start(model, tp=1, make=adamw, **sections):
     return autopar.initialize(model, {"tp": tp, **sections}, optimizer=make(model))
 
 
-def by_hand(plain, dtype):
+def by_hand(plain, dtype, make=adamw):
     """The textbook loop: a half-precision model beside fp32 weights with an optimizer of their own."""
     half = copy.deepcopy(plain).to(dtype)
-    optimizer = adamw(plain)
+    optimizer = make(plain)
 
     def step(ids):
         half(ids, labels=ids).loss.backward()
@@ -55,8 +58,7 @@ def test_bf16_is_the_loop_by_hand_bit_by_bit():
     for number in range(5):
         ids = IDS[4 * number : 4 * number + 4]
         optimizer.scale_loss(model(ids, labels=ids).loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         step(ids)
     assert identities == [id(p) for p in model.parameters()]
     for (name, parameter), expected, weight in zip(
@@ -85,9 +87,7 @@ def test_fp16_with_zero_and_tensor_parallelism_follows_fp32_on_one_process():
         expected = plain(ids, labels=ids).loss
         expected.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
+        take_step(optimizer, reference)
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=model.mpu.dp.group)
         close(mean / 2, expected.detach(), f"loss of step {number}", 5e-3)
@@ -104,7 +104,6 @@ def test_fp16_with_zero_and_tensor_parallelism_follows_fp32_on_one_process():
 @pytest.mark.tier("test")
 @pooled(world_size=1)
 def test_the_scale_is_taken_off_before_the_step_with_and_without_clipping():
-    """With SGD, whose steps are as large as the gradients."""
     for limit in (0, 0.5):
         plain = gpt2()
         reference = torch.optim.SGD(plain.parameters(), lr=1.0)
@@ -144,8 +143,7 @@ def test_an_overflow_on_one_rank_of_four_skips_the_step_on_all():
         bad = number in (0, 2)  # the first step too, where the replicas are compared
         if bad and dist.get_rank() == 3:
             model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = (torch.inf, torch.nan)[number > 0]
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         scheduler.step()
         assert optimizer.step_was_skipped == bad
         same = [torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
@@ -165,12 +163,11 @@ def test_an_overflow_on_one_rank_of_four_skips_the_step_on_all():
 
 
 @pooled(world_size=2)
-def test_a_loss_that_was_not_scaled_is_noticed():
+def test_a_loss_that_was_not_scaled_is_noticed_and_one_in_fp16_limits_the_scale():
     model, optimizer = start(gpt2(), 2, precision={"dtype": "fp16"})
     model(IDS[:2], labels=IDS[:2]).loss.backward()
-    with raises_everywhere(
-        ConfigError, "the loss of this step was not scaled", "optimizer.scale_loss(loss).backward()"
-    ):
+    said = "the loss of this step was not scaled", "optimizer.scale_loss(loss).backward()"
+    with raises_everywhere(ConfigError, *said):
         optimizer.step()
     optimizer.zero_grad()
     optimizer.step()  # nothing to step
@@ -179,20 +176,15 @@ def test_a_loss_that_was_not_scaled_is_noticed():
     (optimizer.scale_loss(loss) if dist.get_rank() == 1 else loss * optimizer.loss_scale).backward()
     optimizer.step()
     assert not optimizer.step_was_skipped
-
-
-@pooled(world_size=2)
-def test_a_loss_in_fp16_limits_the_scale_on_every_rank():
-    """The gradient of the loss is the scale; 65536 is infinite in fp16."""
-    model, optimizer = start(gpt2(), 2, precision={"dtype": "fp16"})
+    optimizer.zero_grad()
     before = model.lm_head.weight.detach().clone()
-    loss = model(IDS[:2], labels=IDS[:2]).loss.half()
+    loss = model(IDS[:2], labels=IDS[:2]).loss.half()  # its gradient is the scale; 65536 is infinite in fp16
     if dist.get_rank() == 1:
-        scaled = optimizer.scale_loss(loss)
-        assert torch.isfinite(scaled)
-        scaled.backward()
-    else:  # another stage of a pipeline never sees the loss
-        (loss.float() * 32768).backward()
+        loss = optimizer.scale_loss(loss)
+        assert torch.isfinite(loss)
+    else:
+        loss = loss.float() * 32768
+    loss.backward()
     optimizer.step()
     assert optimizer.loss_scale == 32768 and not optimizer.step_was_skipped
     assert not torch.equal(model.lm_head.weight, before)
@@ -203,15 +195,12 @@ def test_a_loss_in_fp16_limits_the_scale_on_every_rank():
 def test_at_the_smallest_scale_it_warns():
     settings = {"dtype": "fp16", "initial_scale": 4, "min_scale": 2, "hysteresis": 1}
     model, optimizer = start(gpt2(), precision=settings)
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("autopar").addHandler(handler)
-    for expected in (0, 1):
-        optimizer.scale_loss(model(IDS[:2], labels=IDS[:2]).loss).backward()
-        model.lm_head.weight.grad.fill_(torch.inf)
-        optimizer.step()
-        assert len(records) == expected
+    with logged("autopar") as records:
+        for expected in (0, 1):
+            optimizer.scale_loss(model(IDS[:2], labels=IDS[:2]).loss).backward()
+            model.lm_head.weight.grad.fill_(torch.inf)
+            optimizer.step()
+            assert len(records) == expected
     assert "precision.min_scale=2" in records[0]
 
 
@@ -224,8 +213,7 @@ def test_a_state_dict_brings_back_the_same_steps_bit_by_bit():
         for number in numbers:
             ids = IDS[2 * number : 2 * number + 2]
             optimizer.scale_loss(model(ids, labels=ids).loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
 
     model, optimizer = start(gpt2(), **sections)
     steps(model, optimizer, range(3))
@@ -268,10 +256,7 @@ def test_weights_that_were_loaded_later_win():
 
 @pooled(world_size=2)
 def test_what_transformers_keeps_in_fp32_stays_there():
-    torch.manual_seed(0)
-    settings = {"d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 2, "vocab_size": 131}
-    model = T5ForConditionalGeneration(T5Config(**settings, decoder_start_token_id=0))
-    model, optimizer = start(model, 2, precision={"dtype": "fp16", "initial_scale": 128})
+    model, optimizer = start(deep("t5", 2), 2, precision={"dtype": "fp16", "initial_scale": 128})
     kept = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
     assert kept and all(".wo." in name for name in kept)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -287,14 +272,9 @@ def test_what_transformers_keeps_in_fp32_stays_there():
             assert optimizer._autopar.master(parameter) is None
 
 
-@pytest.mark.tier("all")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_model_that_is_in_half_precision_already(dtype):
-    _half_already(dtype)
-
-
 @pooled(world_size=1)
-def _half_already(dtype):
+def test_a_model_that_is_in_half_precision_already(dtype):
     half = gpt2().to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
     model, optimizer = start(half, precision={"dtype": dtype})
     for parameter in model.parameters():
@@ -305,3 +285,49 @@ def _half_already(dtype):
     model(IDS[:2], labels=IDS[:2]).loss.backward()
     optimizer.step()
     assert {v["exp_avg"].dtype for v in optimizer.state.values()} == {torch.bfloat16}
+
+
+def scale(**changes):
+    settings = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 16.0, "growth_interval": 3, "hysteresis": 2}
+    return LossScale(ParallelConfig(precision="fp16", **{**settings, **changes}))
+
+
+def after(one, overflows):
+    seen = []
+    for overflow in overflows:
+        one.update(bool(overflow))
+        seen.append(one.scale)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "overflows", "scales"),
+    [  # it shrinks when no chance is left, down to the minimum
+        ({}, [1, 1, 1, 1], [8, 4, 2, 2]),
+        ({"hysteresis": 1}, [1, 1], [4, 2]),
+        ({"hysteresis": 1, "backoff_factor": 0.25}, [1], [2]),
+        # chances come back with growth and not before
+        ({}, [1, 0, 0, 1, 1], [8, 8, 8, 4, 2]),
+        ({}, [1, 0, 0, 0, 1, 1], [8, 8, 8, 16, 16, 8]),
+        # it grows after steps in a row, up to the maximum
+        ({}, [0, 0, 0, 0, 0, 0], [8, 8, 16, 16, 16, 16]),
+        ({}, [0, 0, 1, 0, 0, 0], [8, 8, 8, 8, 8, 16]),
+        ({"growth_factor": 1.5}, [0, 0, 0], [8, 8, 12]),
+    ],
+)
+def test_it_shrinks_and_grows(changes, overflows, scales):
+    assert after(scale(**changes), overflows) == scales
+
+
+def test_a_saved_one_goes_on_where_it_was_and_a_limit_holds_for_ever():
+    one, other = scale(), scale()
+    after(one, [1, 0, 0])
+    other.load_state_dict(one.state_dict())
+    assert vars(other) == vars(one)
+    assert after(other, [0]) == after(one, [0]) == [16]
+    one = scale()
+    one.limit(4.0)
+    assert (one.scale, one.max_scale, one.min_scale) == (4, 4, 2)
+    assert after(one, [0] * 3) == [4, 4, 4]
+    one.limit(8.0)
+    assert one.max_scale == 4

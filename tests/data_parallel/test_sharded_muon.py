@@ -7,25 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import Muon, Optimizer
-from transformers import NllbMoeConfig, NllbMoeModel, Phi3Config, Phi3ForCausalLM
+from transformers import Phi3Config, Phi3ForCausalLM
 
 import autopar
-from autopar.checkpoint import to_dtensor_training_state
 from autopar.errors import ConfigError
 from tests.compare import same_weights
-from tests.data_parallel.whole_optimizers import MATRICES, Own, lamb
-from tests.data_parallel.whole_steps import (
+from tests.data_parallel.whole_optimizers import (
+    MATRICES,
     MODELS,
+    Own,
     equal_bits,
     from_equal_gradients,
     goes_on,
+    lamb,
     precise_muon,
     set_gradients,
     train,
 )
+from tests.features.experts.module_mixtures import nllb
 from tests.parity import randomise
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -53,14 +54,18 @@ def only_shards(optimizer: Any) -> None:
     assert optimizer.state.keys() == {p for group in optimizer.param_groups for p in group["params"]}
 
 
+def sharded(build: Any, make: Any, what: str) -> None:
+    model, plain, optimizer = from_equal_gradients(build, make, "Muon", **SHARDED)
+    only_shards(optimizer)
+    equal_bits(model, plain, what)
+
+
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_from_equal_gradients_the_bits_are_those_of_one_process() -> None:
     for kind in ("Muon", "Muon like Adam"):
         for name, build in MODELS.items():
-            model, plain, optimizer = from_equal_gradients(build, MATRICES[kind], kind, **SHARDED)
-            only_shards(optimizer)
-            equal_bits(model, plain, f"{kind} of {name}")
+            sharded(build, MATRICES[kind], f"{kind} of {name}")
 
 
 @pooled(world_size=3)
@@ -68,24 +73,17 @@ def test_uneven_shards() -> None:
     rate = partial(Muon, lr=torch.tensor(0.02), weight_decay=0.3, momentum=0.8, ns_steps=3)
     for make in (MATRICES["Muon"], MATRICES["Muon like Adam"], rate):
         for name, build in {**MODELS, "phi3": phi3}.items():
-            model, plain, optimizer = from_equal_gradients(build, make, "Muon", **SHARDED)
-            only_shards(optimizer)
-            equal_bits(model, plain, name)
+            sharded(build, make, name)
 
 
 @pooled(world_size=2)
 def test_matrices_of_experts_each_by_itself() -> None:
-    sizes = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 31, "expert_capacity": 9}
-    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 2}
-    widths = {"d_model": 8, "encoder_ffn_dim": 7, "decoder_ffn_dim": 7, "num_experts": 3}
-
     def build() -> Any:
-        torch.manual_seed(0)
-        return randomise(NllbMoeModel(NllbMoeConfig(**sizes, **layers, **widths)))
+        return nllb(3, expert_capacity=9).float()
 
     model, plain, optimizer = from_equal_gradients(build, MATRICES["Muon"], "Muon", **SHARDED)
     names = {optimizer._autopar.names[p] for p in optimizer._autopar.muon.axes}
-    assert {f"decoder.layers.1.ffn.experts.expert_{n}.fc1.weight" for n in range(3)} <= names
+    assert {f"model.decoder.layers.1.ffn.experts.expert_{n}.fc1.weight" for n in range(3)} <= names
     equal_bits(model, plain, "experts")
 
 
@@ -111,7 +109,6 @@ def test_training(mesh: str) -> None:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pooled(world_size=2)
 def test_fp32_weights_of_half_precision(nesterov: bool) -> None:
-    """bf16 at tp 2 against bf16 on one process: both step fp32 weights; fp16 goes on after an overflow."""
     for dtype in ("bf16", "fp16"):
         results = []
         for tp in (2, 1):
@@ -147,24 +144,8 @@ def test_checkpoints_of_all_ways_go_on_in_each(tmp_path: Path) -> None:
         {"tp": 1, **SHARDED},
     )
     goes_on(meshes, muon, tmp_path)
-
-
-@pooled(world_size=4)
-def test_dcp_goes_on_from_sharded_to_sharded_and_whole(tmp_path: Path) -> None:
-    plain = gpt2()
-    reference = muon(plain.parameters())
-    for number, mesh in enumerate(
-        ({"tp": 2, **SHARDED}, {"tp": 4, "optimizer": {"full_matrix": "duplicated"}}, {"tp": 2, "pp": 2, **SHARDED})
-    ):
-        model = gpt2(seed=number)
-        model, optimizer = autopar.initialize(model, mesh, optimizer=muon(model.parameters()))
-        if number:
-            dcp.load(to_dtensor_training_state(model, optimizer), checkpoint_id=tmp_path / str(number - 1))
-        for each, stepping in ((plain, reference), (model, optimizer)):
-            set_gradients(each, number)
-            stepping.step()
-        dcp.save(to_dtensor_training_state(model, optimizer), checkpoint_id=tmp_path / str(number))
-        same_weights(model, plain, 0.0, when=str(mesh))
+    ways = {"tp": 2, **SHARDED}, {"tp": 4, "optimizer": {"full_matrix": "duplicated"}}, {"tp": 2, "pp": 2, **SHARDED}
+    goes_on(ways, muon, tmp_path / "dcp", dcp=True)
 
 
 @pytest.mark.tier("test")
@@ -223,8 +204,6 @@ def test_other_optimizers_are_refused_with_what_works() -> None:
 
 
 class Normed(Optimizer):
-    """Divides gradients by their norm, in groups that ask for it."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:

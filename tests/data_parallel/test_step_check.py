@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import ConsistencyError, PipelineError
 from tests.parity import language_batches
+from tests.pipeline_parallel.oracle import take_step
 from tests.pool import pooled
 from tests.small import gpt2
 from tests.timeouts import TIMEOUT, say, wait_for
@@ -54,8 +55,7 @@ def test_a_group_that_one_replica_alone_adds_raises(after: int) -> None:
         autopar.average_gradients(model)
         if step == after:
             break
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     if model.mpu.get_data_parallel_rank() == 1:
         optimizer.add_param_group({"params": [later]})
     counts = f"step {after + 1} of SGD: it holds {len(named)} and {len(named) + 1} parameters"
@@ -82,16 +82,23 @@ def test_a_later_step_inside_no_sync_raises():
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pooled(world_size=2)
-def test_the_last_execute_pipeline_of_a_step_inside_no_sync():
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first, second = _batches(model, 2)
+def test_the_last_execute_pipeline_of_a_step_inside_no_sync(given: bool) -> None:
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if given:
+        model, optimizer = autopar.initialize(model, {"zero": {"stage": 1}}, optimizer=optimizer)
+    else:
+        model = autopar.initialize(model, {})
+    first, second, third = _batches(model, 3)
+    model.train().execute_pipeline(first)
+    optimizer.step()
     with model.no_sync():
-        model.execute_pipeline(first)
+        model.execute_pipeline(second)
     with raises_everywhere(ConsistencyError, "ran inside no_sync", "Run the last execute_pipeline of a step outside"):
         optimizer.step()
-    model.execute_pipeline(second)
+    model.execute_pipeline(third)
     optimizer.step()
 
 
@@ -137,8 +144,7 @@ def test_loops_that_are_right_raise_nothing(wrapped: bool) -> None:
         if not wrapped:
             autopar.average_gradients(model)
         for optimizer in optimizers[: 1 + step % 2]:
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         if dist.get_rank() == step % 7:
             time.sleep(0.01)
     assert model._autopar.dp.steps.made == 60
@@ -192,8 +198,7 @@ def test_all_weights_are_compared_every_few_steps_and_the_one_that_drifted_is_na
         engine(**batch).loss.backward()
         if step < 4:
             assert step < 3 or number not in range(4 * step, 4 * step + 4)  # not one of the sample
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         if step == 2 and dist.get_rank() == 1:
             weight.data[3] += 1e-3
     with raises_everywhere(

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
+from tests.data_parallel.test_precision import IDS, by_hand, start
 from tests.parity import language_batches
+from tests.pipeline_parallel.oracle import take_step
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
@@ -65,8 +67,6 @@ class Lookahead(Optimizer):
 
 
 class Listing(Optimizer):
-    """Goes through a list that it has made for itself."""
-
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.05})
         self.all = [p for group in self.param_groups for p in group["params"]]
@@ -104,8 +104,7 @@ def _plain(make: Callable[[nn.Module], Optimizer], steps: int) -> nn.Module:
     for batch in language_batches(131, count=steps, batch=4):
         model(**batch).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return model
 
 
@@ -114,8 +113,7 @@ def _train(model: Any, optimizer: Optimizer, steps: int) -> None:
         dp = model.mpu.dp
         rows = {name: tensor.chunk(dp.size)[dp.rank] for name, tensor in batch.items()}
         model.execute_pipeline(rows, optimizer=optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 @pytest.mark.tier("test", only=("beside",))
@@ -131,26 +129,18 @@ def test_on_every_mesh_they_step_as_on_one_process(name: str) -> None:
         same_weights(model, expected, when=f"with {config}")
         if name == "beside":
             assert optimizer.state["global"] == {"step": 4, "seen": torch.full((1,), 4.0)}
-        model.mpu.destroy()
 
 
 @pytest.mark.tier("test")
 @pooled(world_size=1)
 def test_state_of_no_parameter_beside_fp32_weights() -> None:
     plain = gpt2().train()
-    half, reference = copy.deepcopy(plain).to(torch.bfloat16), Counting(plain.parameters())
-    model = copy.deepcopy(plain)
-    model, optimizer = autopar.initialize(model, BF16, optimizer=Counting(model.parameters()))
-    for batch in language_batches(131, count=4):
-        half(**batch).loss.backward()  # the loop by hand: fp32 weights beside the model
-        for weight, parameter in zip(plain.parameters(), half.parameters(), strict=True):
-            weight.grad, parameter.grad = parameter.grad.float(), None
-        reference.step()
-        for weight, parameter in zip(plain.parameters(), half.parameters(), strict=True):
-            parameter.data.copy_(weight)
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = start(copy.deepcopy(plain), make=MAKERS["beside"], **BF16)
+    half, step = by_hand(plain, torch.bfloat16, MAKERS["beside"])
+    for ids in IDS.split(4)[:4]:
+        step(ids)
+        model(ids, labels=ids).loss.backward()
+        take_step(optimizer)
     for (name, parameter), expected in zip(model.named_parameters(), half.parameters(), strict=True):
         assert torch.equal(parameter, expected), name
     saved = copy.deepcopy(optimizer.state_dict())
@@ -165,8 +155,7 @@ def test_a_step_that_overflows_is_not_counted_beside_the_parameters() -> None:
     model, optimizer = autopar.initialize(model, FP16, optimizer=Counting(model.parameters()))
     for step, batch in enumerate(language_batches(131, count=3)):
         optimizer.scale_loss(model(**batch).loss * (float("inf") if step == 1 else 1.0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     assert optimizer.skipped_steps == 1
     assert optimizer.state["global"] == {"step": 2, "seen": torch.full((1,), 2.0)}
 
@@ -181,7 +170,6 @@ def test_what_steps_weights_past_the_fp32_ones_raises_and_is_right_around_it() -
         kind = type(optimizer).__name__
         with raises_everywhere(ConfigError, *(text.format(kind) for text in MOVED)):
             _train(model.train(), optimizer, 1)
-        model.mpu.destroy()
     expected = _plain(_around, 4)
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
@@ -192,23 +180,21 @@ def test_what_steps_weights_past_the_fp32_ones_raises_and_is_right_around_it() -
 
 @pooled(world_size=1)
 def test_hooks_of_the_step_that_write_into_the_model() -> None:
+    def clamp(optimizer: Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.data.clamp_(-0.05, 0.05)
+
     for before in (True, False):
         model = gpt2()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def clamp(*_: Any, model: nn.Module = model) -> None:
-            for parameter in model.parameters():
-                parameter.data.clamp_(-0.05, 0.05)
-
         if before:
             optimizer.register_step_post_hook(clamp)
         model, optimizer = autopar.initialize(model, BF16, optimizer=optimizer)
-        if not before:
-            optimizer.register_step_post_hook(clamp)
         if before:
             with pytest.raises(ConfigError, match="Register hooks of the step after initialize, too"):
                 _train(model.train(), optimizer, 1)
             continue
+        optimizer.register_step_post_hook(clamp)
         _train(model.train(), optimizer, 2)
         assert all(parameter.abs().max() <= 0.0501 for parameter in model.parameters())
 
@@ -220,8 +206,7 @@ def test_state_from_before_initialize_is_refused_unless_it_is_given() -> None:
         model = llama().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         config = {"model_parallelism": {"tensor_parallel_size": 2}}
         if given:
             model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
@@ -236,7 +221,6 @@ def test_state_from_before_initialize_is_refused_unless_it_is_given() -> None:
         )
         with contextlib.nullcontext() if given else pytest.raises(ConfigError, match=re.escape(words)):
             optimizer.step()
-        model.mpu.destroy()
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {}], ids=["tp2", "dp2"])
@@ -256,4 +240,3 @@ def test_a_compiled_step_is_checked_too(sizes: dict[str, int]) -> None:
             optimizer.zero_grad()
     same_weights(model, plain, 2e-5)
     assert model._autopar.dp.steps.made == 2
-    model.mpu.destroy()

@@ -1,4 +1,4 @@
-"""Code of users around DTensors, ZeRO's stages 2 and 3: numbers of whole tensors."""
+"""User code around DTensors, ZeRO's stages 2 and 3: numbers of full tensors; written values are never lost."""
 
 import copy
 import warnings
@@ -27,14 +27,12 @@ def fully_sharded(plain: Any, stage: int = 3, **config: Any) -> Any:
     return autopar.initialize(copy.deepcopy(plain), {"zero": {"stage": stage}, "loss": {"read_timeout": 2}, **config})
 
 
-def train(model: Any, change: Change, penalty: Any = None) -> Any:
+def train(model: Any, change: Change) -> Any:
     """Three steps as on one process, each replica with its half of the batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = IDS.chunk(2)[dist.get_rank()] if hasattr(model, "mpu") else IDS
     for _ in range(3):
         model(rows, labels=rows).loss.backward()
-        if penalty is not None:
-            penalty(model).backward()
         change(model)
         optimizer.step()
         optimizer.zero_grad()
@@ -96,15 +94,47 @@ def drawn(model: Any) -> None:
     nn.init.normal_(model.lm_head.weight, std=0.1)
 
 
-NUMBERS: list[Change] = [
-    noisy,
-    drawn,
-    clipped_in_a_loop,
-    clipped_one_by_one,
-    zeros_counted,
-    clipped_by_torch,
-    skipped_by_some_rows,
-]
+def penalised(model: Any) -> None:
+    (0.01 * torch.sqrt(sum(p.square().sum() for p in model.parameters()))).backward()
+
+
+def masked(model: Any) -> None:
+    gradient, mask = model.model.embed_tokens.weight.grad, (torch.arange(131) > 40).float()[:, None]
+    gradient.mul_(_like(mask, gradient))
+
+
+def _like(whole: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    return distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
+
+
+def rows_written(model: Any) -> None:
+    p = model.model.embed_tokens.weight.detach()
+    rows = p.full_tensor().clone() if isinstance(p, DTensor) else p.clone()
+    rows[:10] = 0.1
+    p.copy_(_like(rows, p))
+
+
+def perturbed(model: Any) -> None:
+    """Text of adversarial training (FGM): a step along the gradient, and back."""
+    kept = {name: p.data.clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data.add_(0.05 * p.grad.sign())
+    for name, p in model.named_parameters():
+        p.data = kept[name]
+
+
+def averaged(model: Any) -> None:
+    for p in model.parameters():
+        p.data = 0.9 * p.data + 0.01 * p.grad
+
+
+def gradients_set(model: Any) -> None:
+    for p in model.parameters():
+        p.grad.data = p.grad.data * 0.5
+
+
+NUMBERS: list[Change] = [noisy, drawn, clipped_in_a_loop, clipped_one_by_one, zeros_counted, clipped_by_torch]
+NUMBERS += [skipped_by_some_rows, penalised, masked, rows_written, perturbed, averaged, gradients_set]
 
 
 def _whole(model: Any) -> dict[str, torch.Tensor]:
@@ -146,35 +176,6 @@ def test_a_rank_that_reads_alone_does_not_hang() -> None:
     assert distribute_tensor(whole, mesh, model.lm_head.weight.placements).sum().full_tensor().item() == 4
 
 
-def penalised(model: Any) -> Any:
-    return 0.01 * torch.sqrt(sum(p.square().sum() for p in model.parameters()))
-
-
-def masked(model: Any) -> None:
-    gradient, mask = model.model.embed_tokens.weight.grad, (torch.arange(131) > 40).float()[:, None]
-    gradient.mul_(_like(mask, gradient))
-
-
-def _like(whole: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    return distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
-
-
-def rows_written(model: Any) -> None:
-    p = model.model.embed_tokens.weight.detach()
-    rows = p.full_tensor().clone() if isinstance(p, DTensor) else p.clone()
-    rows[:10] = 0.1
-    p.copy_(_like(rows, p))
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_penalties_masks_and_rows_are_those_of_one_process() -> None:
-    plain = llama(num_hidden_layers=2).train()
-    for change, penalty in ((lambda model: None, penalised), (masked, None), (rows_written, None)):
-        model = train(fully_sharded(plain), change, penalty)
-        _check(model, train(copy.deepcopy(plain), change, penalty), str(penalty or change))
-
-
 def clamped(p: torch.Tensor) -> None:
     p.grad.clamp_(-0.005, 0.005)
 
@@ -198,7 +199,16 @@ def test_parameters_that_are_replaced_are_refused() -> None:
     plain = llama().train()
     model = fully_sharded(plain)
     model.lm_head.weight = model.model.embed_tokens.weight
-    with raises_everywhere(ConfigError, "1 parameters were replaced after autopar.initialize (lm_head.weight)"):
+    replaced = "1 parameters were replaced after autopar.initialize (lm_head.weight)"
+    with raises_everywhere(ConfigError, replaced):
+        model(IDS, labels=IDS)
+    model = fully_sharded(plain)
+    with raises_everywhere(ConfigError, "parameter.data with zero.stage 2 and 3 must be a DTensor of"):
+        model.lm_head.weight.data = torch.zeros(131, 24)
+    for _ in range(2):
+        model(IDS, labels=IDS).loss.backward()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 0.5)
+    with raises_everywhere(ConfigError, replaced):
         model(IDS, labels=IDS)
     tied = llama(tie_word_embeddings=True).train()
     model = fully_sharded(tied)

@@ -12,8 +12,18 @@ import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
 from tests.data_parallel.test_users_optimizers import Lookahead
-from tests.data_parallel.whole_optimizers import ACROSS, MATRICES, Own, orthogonal
-from tests.data_parallel.whole_steps import MODELS, equal_bits, from_equal_gradients, goes_on, set_gradients, train
+from tests.data_parallel.whole_optimizers import (
+    ACROSS,
+    MATRICES,
+    MODELS,
+    Own,
+    equal_bits,
+    from_equal_gradients,
+    goes_on,
+    orthogonal,
+    set_gradients,
+    train,
+)
 from tests.pool import pooled
 from tests.small import gpt2, llama
 
@@ -76,18 +86,7 @@ def test_what_is_saved_goes_on_on_any_mesh(tmp_path: Path) -> None:
 
 
 @pooled(world_size=2)
-def test_an_optimizer_inside_would_step_shards() -> None:
-    model = gpt2()
-    made = Lookahead(Own(model.parameters(), orthogonal))
-    model, optimizer = autopar.initialize(model, {"tp": 2}, optimizer=made)
-    set_gradients(model, 0)
-    assert optimizer._autopar.whole
-    with pytest.raises(ConfigError, match="weights of the model directly"):
-        optimizer.step()
-
-
-@pooled(world_size=2)
-def test_parameters_keep_their_marks_and_frozen_ones_their_values() -> None:
+def test_parameters_keep_their_marks_and_an_optimizer_inside_would_step_shards() -> None:
     model = gpt2()
     for parameter in model.parameters():
         parameter.mine = parameter.ndim  # type: ignore[attr-defined]
@@ -107,11 +106,16 @@ def test_parameters_keep_their_marks_and_frozen_ones_their_values() -> None:
         optimizer.step()
     assert seen == {(1, 1), (2, 2)}
     assert torch.equal(autopar.deparallelize(model).transformer.wte.weight, before)
+    inside = Lookahead(Own(model.parameters(), orthogonal))
+    model, optimizer = autopar.initialize(model, {"tp": 2}, optimizer=inside)
+    set_gradients(model, 0)
+    assert optimizer._autopar.whole
+    with pytest.raises(ConfigError, match="weights of the model directly"):
+        optimizer.step()
 
 
 @pooled(world_size=2)
 def test_a_gradient_that_one_rank_lacks_is_zero_there() -> None:
-    """A rank whose experts nobody chose, say; a parameter that no rank has a gradient of is not stepped."""
     plain, model = gpt2(n_layer=1), gpt2(n_layer=1)
     reference = Own(plain.parameters(), orthogonal)
     model, optimizer = autopar.initialize(model, {"tp": 2}, optimizer=Own(model.parameters(), orthogonal))
@@ -133,8 +137,6 @@ def test_a_gradient_that_one_rank_lacks_is_zero_there() -> None:
 
 
 class Counting(Own):
-    """Counts the steps of a group in the group."""
-
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1

@@ -1,7 +1,9 @@
 """Wrappers over the wrong ranks are refused where they are made, before they send anything."""
 
+import contextlib
 import copy
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,24 +27,15 @@ class Wrapped(nn.Module):
         self.model = model
 
 
-def _refused(what: str, ranks: str, mpu: Any, remedy: str) -> Any:
-    text = (
+@contextlib.contextmanager
+def _refused(what: str, ranks: str, mpu: Any, remedy: str) -> Iterator[None]:
+    with pytest.raises(ConfigError) as info:
+        yield
+    assert str(info.value) == (
         f"{what} over ranks {ranks} would mix different shards of the model: with "
         f"tensor_parallel_size={mpu.sizes.tp} and\n  pipeline_parallel_size={mpu.sizes.pp} the shard of rank "
         f"{mpu.rank} is on ranks {list(mpu.dp.ranks)}. Pass {remedy}."
     )
-
-    class _Check:
-        def __enter__(self) -> None:
-            self.context = pytest.raises(ConfigError)
-            self.info = self.context.__enter__()
-
-        def __exit__(self, *exc: Any) -> Any:
-            done = self.context.__exit__(*exc)
-            assert str(self.info.value) == text
-            return done
-
-    return _Check()
 
 
 GROUP = "process_group=model.mpu.dp.group"
@@ -66,7 +59,6 @@ def test_ddp_over_all_ranks_is_refused_and_no_shard_is_copied(heads: int) -> Non
         assert torch.equal(tensor, before[name]), name
     DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
     DistributedDataParallel(nn.Linear(2, 2))  # what is not the model's may be averaged over all
-    model.mpu.destroy()
 
 
 @pooled(world_size=4)
@@ -88,7 +80,6 @@ def test_an_optimizer_that_deals_out_parameters_over_all_ranks_is_refused() -> N
     own.step()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, before[name] - 0.1 * parameter.grad)
-    model.mpu.destroy()
 
 
 @pytest.mark.parametrize("blocks", [True, False])
@@ -103,13 +94,14 @@ def test_fully_shard_over_all_ranks_is_refused(blocks: bool) -> None:
     for call in (optimizer.step, lambda: model(**batch)):
         with _refused("fully_shard", "[0, 1]", model.mpu, 'mesh=model.mpu.mesh["dp"]'):
             call()
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)
-def test_fully_sharded_data_parallel_over_all_ranks_is_refused() -> None:
-    """Its constructor needs a GPU; this is what it does last."""
+def test_fully_sharded_data_parallel_and_batch_norms_over_all_ranks_are_refused() -> None:
     model = parallel(gpt2(n_head=4), 2)
+    with _refused("SyncBatchNorm", "[0, 1]", model.mpu, GROUP):
+        model.transformer.normed = nn.SyncBatchNorm(3)
+    # Its constructor needs a GPU; this is what it does last.
     wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(wrapper)
     wrapper.process_group = dist.group.WORLD
@@ -123,15 +115,6 @@ def test_fully_sharded_data_parallel_over_all_ranks_is_refused() -> None:
         words = r"is not supported with FullyShardedDataParallel(.|\n)*fully_shard\(model, mesh=model\.mpu\.mesh"
         with pytest.raises(ConfigError, match=words):
             clip(1.0)
-    model.mpu.destroy()
-
-
-@pooled(world_size=2)
-def test_batch_norms_over_all_ranks_are_refused() -> None:
-    model = parallel(gpt2(n_head=4), 2)
-    with _refused("SyncBatchNorm", "[0, 1]", model.mpu, GROUP):
-        model.transformer.normed = nn.SyncBatchNorm(3)
-    model.mpu.destroy()
 
 
 def _listening() -> int:

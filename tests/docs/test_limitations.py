@@ -20,7 +20,7 @@ def test_what_it_says_raises_does() -> None:
     rows = len(re.findall(r"^\| ", table, re.MULTILINE)) - 1  # without the head of the table
     # Ten rows are tested here and seven in the next test. The tests of the other rows:
     # tests/checkpoint/test_dtensor_optimizer.py, tests/data_parallel/test_fully_sharded_compositions.py,
-    # test_fully_sharded_modules.py and test_whole_numbers.py, tests/distributed/test_derivatives.py and
+    # test_fully_sharded_stages.py and test_whole_numbers.py, tests/distributed/test_derivatives.py and
     # test_transforms.py, tests/features/context_parallel/test_refused.py,
     # tests/features/generation/test_continuous_batching.py, tests/features/user_code/test_reads_of_dtensors.py,
     # tests/pipeline_parallel/test_inference.py

@@ -109,3 +109,9 @@ def _replica(value: Any, dp: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
     return value.chunk(dp.size)[dp.rank]
+
+
+def take_step(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()

@@ -52,17 +52,14 @@ def test_a_weight_used_again_further_down_beside_others_used_once() -> None:
     _compare(lambda x, w: [((x[0] @ w[0]).tanh() * w[1][0] + w[2][0]).tanh() @ w[0] * w[1][0]])
 
 
-def test_what_does_not_depend_on_the_received() -> None:
+def test_what_does_not_depend_on_the_received_and_nodes_with_several_outputs() -> None:
     _compare(lambda x, w: [(w[0] @ w[1]).tanh(), x[0] @ w[1]])  # a decoder's own start beside an encoder's output
     _compare(lambda x, w: [w[0].exp()])  # no root depends on it
     _compare(lambda x, w: [x[0].tanh(), w[1].sum() * x[0]], leaves=2)  # nothing depends on the second one
 
-
-def test_frozen_weights_and_nodes_with_several_outputs() -> None:
     def make(x: list[torch.Tensor], w: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        first, second, _ = (x[0] @ w[0].detach()).unbind(0)
-        best = (second @ w[1]).sort()
-        return [first * w[2], best.values]
+        first, second, _ = (x[0] @ w[0].detach()).unbind(0)  # a frozen weight
+        return [first * w[2], (second @ w[1]).sort().values]
 
     _compare(make)
 
@@ -78,7 +75,6 @@ _KINDS: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_graphs(seed: int) -> None:
-    """Any number of weights at any number of places, with and without what was received."""
     drawn = random.Random(seed)
     leaves, weights, steps = drawn.randint(1, 3), drawn.randint(1, 5), drawn.randint(3, 25)
     plan = [(drawn.random(), drawn.random(), drawn.random(), drawn.randrange(5)) for _ in range(steps)]

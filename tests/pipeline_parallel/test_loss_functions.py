@@ -1,4 +1,4 @@
-"""Loss functions that user code sets on a model: combined by ``count``, or refused with micro-batches and replicas."""
+"""User-defined losses through stages and replicas: functions, criteria, passes without a label or a gradient."""
 
 import copy
 import functools
@@ -6,19 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import autopar
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, PipelineError
 from autopar.pipeline_parallel.microbatch import OwnLoss
 from tests.compare import same_gradients
-from tests.parity import close
+from tests.parity import close, language_batches
 from tests.pool import pooled
-from tests.random_models import Case, build
+from tests.random_models import Case, batches, build
 from tests.small import llama
-from tests.worlds import raises_everywhere
+from tests.timeouts import told_at_once
+from tests.worlds import distributed, raises_everywhere
 
 WEIGHTS = torch.linspace(0.2, 3.0, 131)
 
@@ -87,10 +90,12 @@ def _equals_one_process(plain: Any, batch: dict[str, Any], pp: int, **settings: 
     if pp > 1:
         close(out.loss, expected.detach(), "loss")
     same_gradients(model, plain)
-    model.mpu.destroy()
 
 
-def _known_losses(pp: int) -> None:
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("pp", [1, 2])
+@pooled(world_size=2)
+def test_losses_whose_divisor_is_known_are_those_of_one_process(pp: int) -> None:
     _equals_one_process(_set(weighted), _batch(), pp, count=weight_of)
     _equals_one_process(_set(of_sequences), _batch(), pp, count=lambda inputs: len(inputs["labels"]))
     _equals_one_process(_set(None, ByMethod), _batch(), pp, count=lambda inputs: len(inputs["labels"]))
@@ -100,18 +105,6 @@ def _known_losses(pp: int) -> None:
     mask[0, 2:], mask[3, 4:] = 0, 0
     tokens = build(Case("biogpt", "BioGptForTokenClassification"), 6, 3).train()  # its loss leaves out what is masked
     _equals_one_process(tokens, _batch(labels=_batch()["input_ids"] % 3, attention_mask=mask), pp)
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_losses_whose_divisor_is_known_are_those_of_one_process_in_stages() -> None:
-    _known_losses(2)
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_losses_whose_divisor_is_known_are_those_of_one_process_over_replicas() -> None:
-    _known_losses(1)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -127,7 +120,6 @@ def test_a_loss_function_of_the_users_is_refused(pp: int) -> None:
                 model.execute_pipeline(_mine(model, batch))
         assert all(parameter.grad is None for parameter in model.parameters())
         model.execute_pipeline(_mine(model, _batch()), criterion=lambda outputs, inputs: outputs.logits.float().mean())
-        model.mpu.destroy()
 
 
 @pytest.mark.tier("test")
@@ -142,11 +134,9 @@ def test_one_micro_batch_and_the_mean_by_request_need_no_divisor() -> None:
     words = "count= is not supported with num_items_in_batch in the batch"
     with raises_everywhere(ConfigError, words):
         model.execute_pipeline(_batch(num_items_in_batch=18), count=len)
-    model.mpu.destroy()
     config["pipeline"] = {"microbatch_size": 1, "loss_reduction": "microbatch"}
     model = autopar.initialize(copy.deepcopy(plain), config)
     close(model.execute_pipeline(_batch(), broadcast_loss=True).loss, expected.detach(), "mean of means")
-    model.mpu.destroy()
 
 
 def test_a_function_of_transformers_is_none_of_the_users() -> None:
@@ -158,3 +148,221 @@ def test_a_function_of_transformers_is_none_of_the_users() -> None:
     with pytest.raises(ConfigError, match=r"user-defined weighted"):
         OwnLoss.of(model).reduction(_batch(), 4, 2)
     assert OwnLoss.of(ByMethod(model.config)).reduction(_batch(), 1) == "microbatch"
+
+
+def shifted(inputs: dict[str, Any]) -> torch.Tensor:
+    return inputs["labels"][:, 1:]
+
+
+def weighted_mean(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), shifted(inputs).flatten(), weight=WEIGHTS)
+
+
+def weight_of_labels(inputs: dict[str, Any]) -> torch.Tensor:
+    labels = shifted(inputs)
+    return WEIGHTS[labels[labels != -100]].sum()
+
+
+def _in_thirds(**sizes: int) -> dict[str, Any]:
+    pipeline = {"num_microbatches": 3, "timeout": 20}
+    return {"model_parallelism": {"pipeline_parallel_size": 2, **sizes}, "pipeline": pipeline}
+
+
+def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=4)
+def test_class_weights_are_those_of_the_whole_batch() -> None:
+    for tp, dp in ((2, 1), (1, 2)):
+        plain = llama().train()
+        model = autopar.initialize(copy.deepcopy(plain), _in_thirds(tensor_parallel_size=tp))
+        replicas = language_batches(131, count=dp, batch=3)
+        for _ in range(2):
+            batch = joined(replicas)
+            weighted_mean(plain(**batch), batch).backward()
+            own = replicas[model.mpu.dp.rank]
+            out = model.execute_pipeline(own, criterion=weighted_mean, count=weight_of_labels, broadcast_loss=True)
+            close(out.loss, weighted_mean(plain(**own), own), "loss of this replica")
+        same_gradients(model, plain, 2e-5)
+
+
+def refused(model: Any, criterion: Any, words: str) -> None:
+    (batch,) = language_batches(131, count=1, batch=3)
+    with pytest.raises((ConfigError, PipelineError), match=words):
+        model.execute_pipeline(batch, criterion=criterion)
+    dist.barrier()
+    model.zero_grad()
+
+
+class _SumOfSquares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+@pooled(world_size=2)
+@told_at_once
+def test_a_penalty_on_all_weights_is_refused_and_one_on_the_head_is_not() -> None:
+    plain = llama().train()
+    model = autopar.initialize(copy.deepcopy(plain), _in_thirds())
+    (batch,) = language_batches(131, count=1, batch=3)
+    words = r"weights of blocks, got 9 .first model.layers.1.input_layernorm.weight.: the last stage"
+    calls = [0]
+
+    def penalty(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return outputs.loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    def of_a_list(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return outputs.loss + torch.stack(torch._foreach_norm(list(model.parameters()))).sum()
+
+    def of_the_second_microbatch(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        calls[0] += 1
+        return penalty(outputs, inputs) if calls[0] > 1 else outputs.loss
+
+    def of_a_function(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return outputs.loss + sum(_SumOfSquares.apply(p) for p in model.parameters())
+
+    def scaled(by: float) -> Any:
+        """The same code each time, of which one reads and the other does not."""
+        return lambda outputs, inputs: penalty(outputs, inputs) if by else outputs.loss
+
+    for criterion in (penalty, penalty, of_a_list, of_the_second_microbatch, of_a_function):
+        refused(model, criterion, words)
+    model.execute_pipeline(batch, criterion=scaled(0.0))
+    model.zero_grad()
+    refused(model, scaled(0.1), words)
+
+    def of_the_head(of: Any) -> Any:
+        def criterion(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+            shown = [p.detach().norm().item() for p in of.parameters()] + [p.norm().item() for p in of.parameters()]
+            assert min(shown) >= 0
+            return outputs.loss + 0.1 * of.lm_head.weight.square().sum()
+
+        return criterion
+
+    for _ in range(2):
+        model.execute_pipeline(batch, criterion=of_the_head(model))
+        of_the_head(plain)(plain(**batch), batch).backward()
+    same_gradients(model, plain, 2e-5)
+    pair = "criterion must return one tensor, the mean over a micro-batch; got tuple.*class weights.*count="
+    refused(model, lambda outputs, inputs: (outputs.loss, 3), r"(?s)" + pair)
+
+
+def _by_samples(pp: int, stage: int = 0) -> dict[str, Any]:
+    pipeline = {"microbatch_size": 1, "timeout": 10}
+    return {"model_parallelism": {"pipeline_parallel_size": pp}, "pipeline": pipeline, "zero": {"stage": stage}}
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(5, 131, (4, 7), generator=torch.Generator().manual_seed(3))
+
+
+def _same_as(model: Any, plain: Any, tensor_of: Any) -> None:
+    """Compare what this stage holds; shards of ZeRO are gathered."""
+    expected = {name: tensor_of(parameter) for name, parameter in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found = tensor_of(parameter)
+        if parameter.numel():
+            assert (found is None) == (expected[name] is None), name
+        if parameter.numel() and found is not None:
+            close(found.full_tensor() if isinstance(found, DTensor) else found, expected[name], name)
+
+
+def mean_of_counted(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """0 / 0 without a label that counts."""
+    targets = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    losses = F.cross_entropy(outputs.logits.flatten(0, 1), targets, reduction="none")
+    return losses.sum() / (targets != -100).sum()
+
+
+def _without_labels(rows: list[int]) -> dict[str, Any]:
+    labels = _ids().clone()
+    labels[rows] = -100
+    return {"input_ids": _ids(), "labels": labels}
+
+
+def _no_labels(pp: int, stage: int) -> None:
+    for rows, criterion in (([0, 1], None), ([0, 1], mean_of_counted), ([1], None), ([0, 1, 2, 3], None)):
+        plain = llama().train()
+        model = autopar.initialize(copy.deepcopy(plain), _by_samples(pp, stage))
+        steps = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+        batch = _without_labels(rows)
+        plain(**batch).loss.backward()
+        found = model.execute_pipeline(_mine(model, batch), criterion, broadcast_loss=True).loss
+        if len(rows) == 4:
+            assert found.isnan()
+        elif model.mpu.dp.size == 1:
+            close(found, plain(**batch).loss.detach(), "loss")
+        _same_as(model, plain, lambda parameter: parameter.grad)
+        for optimizer in steps:
+            optimizer.step()
+        _same_as(model, plain, lambda parameter: parameter.data)
+
+
+@pytest.mark.tier("test", only=("1-0", "2-0"))
+@pytest.mark.parametrize(("pp", "stage"), [(1, 0), (2, 0), (1, 2), (1, 3)])
+@pooled(world_size=2)
+def test_a_replica_or_a_micro_batch_without_labels(pp: int, stage: int) -> None:
+    _no_labels(pp, stage)
+
+
+@pooled(world_size=4)
+def test_a_replica_without_labels_in_stages_with_sharded_weights() -> None:
+    _no_labels(2, 3)
+
+
+def _tower_alone() -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """A model of which the tower trains alone, a batch with an image, and one without."""
+    case = Case("llava", "LlavaForConditionalGeneration")
+    plain = build(case, 6, 3).train()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_("vision_tower" in name or "projector" in name)
+    (seen,) = batches(case, plain.config, 1)
+    seen = {name: tensor[:1] for name, tensor in seen.items()}
+    text = {name: tensor.clone() for name, tensor in seen.items() if name != "pixel_values"}
+    text["input_ids"][text["input_ids"] == plain.config.image_token_id] = 7
+    return plain, seen, text
+
+
+def _whole(seen: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.cat([tensor, text[name]]) if name in text else tensor for name, tensor in seen.items()}
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("pp", [1, 2])
+@pooled(world_size=2)
+def test_a_loss_without_trained_weights_is_left_out(pp: int) -> None:
+    plain, seen, text = _tower_alone()
+    plain(**_whole(seen, text)).loss.backward()
+    model = autopar.initialize(copy.deepcopy(plain), _by_samples(pp))
+    model.zero_grad()
+    model.execute_pipeline(_whole(seen, text) if pp == 2 else (seen, text)[model.mpu.dp.rank])
+    _same_as(model, plain, lambda parameter: parameter.grad)
+    if pp == 2:
+        with pytest.raises((ConfigError, PipelineError), match="the loss of the batch does not require a gradient"):
+            model.execute_pipeline(text)
+    else:
+        frozen = autopar.initialize(llama().requires_grad_(False).train(), _by_samples(1))
+        with raises_everywhere(ConfigError, "the loss of the batch does not require a gradient"):
+            frozen.execute_pipeline(_mine(frozen, _without_labels([])))
+
+
+@pytest.mark.tier("test")
+@distributed(world_size=2)
+def test_replicas_that_gather_weights_refuse_it() -> None:
+    model = autopar.initialize(llama().train(), _by_samples(1, 3))
+
+    def detached(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return outputs.loss.detach() if model.mpu.dp.rank else outputs.loss
+
+    with pytest.raises(
+        (ConfigError, PipelineError), match="does not require a gradient; every replica needs a backward"
+    ):
+        model.execute_pipeline(_mine(model, _without_labels([])), detached)

@@ -9,46 +9,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    Wav2Vec2Config,
-    Wav2Vec2ForCTC,
-)
 
 import autopar
 from autopar.errors import ConfigError, ShardWarning
 from autopar.pipeline_parallel.microbatch import OwnLoss, split
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from tests.compare import same_gradients
-from tests.exchange import everyones
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors
 from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import Unshifted, gpt2, llama
+from tests.timeouts import told_at_once
 from tests.worlds import raises_everywhere
-
-_BERT = BertConfig(
-    num_hidden_layers=2,
-    hidden_size=32,
-    num_attention_heads=2,
-    intermediate_size=32,
-    vocab_size=131,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
 
 
 def _config(pp: int = 1, tp: int = 1, **pipeline: Any) -> dict[str, Any]:
     return {"pp": pp, "tp": tp, "pipeline": pipeline}
-
-
-def _bert(kind: Any) -> Any:
-    torch.manual_seed(0)
-    return kind(copy.deepcopy(_BERT))
 
 
 def _ids(samples: int = 4) -> torch.Tensor:
@@ -63,6 +40,15 @@ def _compare(piped: nn.Module, plain: nn.Module) -> None:
             close(gradients[name], parameter.grad, f"gradient of {name}")
 
 
+def _as_on_one_process(plain: nn.Module, batch: dict[str, Any], policy: Any = None, **config: Any) -> None:
+    expected = plain(**batch).loss
+    expected.backward()
+    model = autopar.initialize(copy.deepcopy(plain), _config(**config), policy=policy)
+    model.zero_grad()
+    close(model.execute_pipeline(batch, broadcast_loss=True).loss, expected.detach(), "loss")
+    _compare(model, plain)
+
+
 def _questions() -> dict[str, Any]:
     starts, ends = torch.tensor([1, 2, 9, 3]), torch.tensor([2, 3, 9, 4])  # the third answer lies behind the end
     return {"input_ids": _ids(), "start_positions": starts, "end_positions": ends}
@@ -74,29 +60,32 @@ def _pairs() -> dict[str, Any]:
     return {"input_ids": _ids(), "labels": labels, "next_sentence_label": torch.tensor([0, 1, 0, 1])}
 
 
-def _speech() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    convolutions = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
-    return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=16, **sizes, **convolutions))
-
-
 def test_which_losses_can_be_put_together() -> None:
     words = {"input_ids": _ids(), "labels": _ids()}
     items = {**words, "num_items_in_batch": torch.tensor(11)}
-    for model in (gpt2(), llama(), _bert(BertForMaskedLM)):
+    for model in (gpt2(), llama(), build(Case("bert", "BertForMaskedLM"), 6, 3)):
         assert OwnLoss.of(model).reduction({**words, "position_ids": _ids(), "label_ids": None}, 4) == "tokens"
     for model in (gpt2(), llama()):
         assert OwnLoss.of(model).reduction(items, 4) == "sum"
-    assert OwnLoss.of(_bert(BertForMaskedLM)).reduction(items, 4) == "tokens"  # its cross entropy is always a mean
+    assert (
+        OwnLoss.of(build(Case("bert", "BertForMaskedLM"), 6, 3)).reduction(items, 4) == "tokens"
+    )  # its cross entropy is always a mean
     classes = build(Case("gpt2", "GPT2ForSequenceClassification"), 6, 3)
     assert OwnLoss.of(classes).reduction({**words, "labels": torch.zeros(4)}, 4) == "tokens"
     sparse = build(Case("mixtral", "MixtralForCausalLM"), 6, 3)
     assert OwnLoss.of(sparse).reduction(words, 4) == "tokens"
     refused = [
-        (_bert(BertForQuestionAnswering), _questions(), r"further targets \(start_positions, end_positions\)"),
-        (_bert(BertForPreTraining), _pairs(), r"further targets \(next_sentence_label\)"),
-        (_speech(), {"input_values": torch.zeros(4, 400), "labels": _ids()}, "ctc_loss_reduction: sum"),
+        (
+            build(Case("bert", "BertForQuestionAnswering"), 6, 3),
+            _questions(),
+            r"further targets \(start_positions, end_positions\)",
+        ),
+        (build(Case("bert", "BertForPreTraining"), 6, 3), _pairs(), r"further targets \(next_sentence_label\)"),
+        (
+            build(Case("wav2vec2", "Wav2Vec2ForCTC"), 6, 3),
+            {"input_values": torch.zeros(4, 400), "labels": _ids()},
+            "ctc_loss_reduction: mean",
+        ),
         (sparse, {**words, "output_router_logits": True}, "the routers' auxiliary loss"),
         (gpt2(), {**words, "labels": [{}]}, "labels is a list, not a tensor"),
     ]
@@ -112,20 +101,14 @@ def test_which_losses_can_be_put_together() -> None:
 
 @pooled(world_size=2)
 def test_a_loss_with_several_targets_takes_one_micro_batch() -> None:
-    plain, batch = _bert(BertForPreTraining).train(), _pairs()
-    expected = plain(**batch).loss
-    expected.backward()
+    plain, batch = build(Case("bert", "BertForPreTraining"), 6, 3).train(), _pairs()
     piped = autopar.initialize(copy.deepcopy(plain), _config(pp=2, microbatch_size=1))
     for settings in ({}, {"forward_only": True}):
         with raises_everywhere(ConfigError, "further targets", "Use criterion="):
             piped.execute_pipeline(batch, **settings)
     piped.execute_pipeline(batch, forward_only=True, return_loss=False)  # without a loss nothing is wrong
     piped.execute_pipeline(batch, lambda outputs, inputs: outputs.loss, forward_only=True)
-    piped.mpu.destroy()
-    piped = autopar.initialize(copy.deepcopy(plain), _config(pp=2, microbatch_size=4))
-    close(piped.execute_pipeline(batch, broadcast_loss=True).loss, expected.detach(), "loss")
-    _compare(piped, plain)
-    piped.mpu.destroy()
+    _as_on_one_process(plain, batch, pp=2, microbatch_size=4)
 
 
 @pytest.mark.tier("test")
@@ -135,13 +118,7 @@ def test_losses_divided_by_the_number_of_items_add_up() -> None:
     labels[0, 2:] = -100
     batch = {"input_ids": _ids(), "labels": labels, "num_items_in_batch": torch.tensor(40)}
     for tp, pp in ((1, 2), (2, 1)):
-        plain = gpt2().train()
-        expected = plain(**batch).loss
-        expected.backward()
-        piped = autopar.initialize(copy.deepcopy(plain), _config(pp=pp, tp=tp, microbatch_size=1))
-        close(piped.execute_pipeline(batch, broadcast_loss=True).loss, expected.detach(), "loss")
-        _compare(piped, plain)
-        piped.mpu.destroy()
+        _as_on_one_process(gpt2().train(), batch, pp=pp, tp=tp, microbatch_size=1)
 
 
 def _ragged(empty: bool) -> dict[str, Any]:
@@ -174,11 +151,9 @@ def _ragged_replicas(pp: int) -> None:
             pipeline_of(piped).config = _with_reduction(piped, "microbatch")
             piped.execute_pipeline(mine)
             _compare(piped, plain)
-        piped.mpu.destroy()
 
 
 def _with_reduction(model: Any, reduction: str) -> Any:
-    """The model's pipeline section with another reduction."""
     return dataclasses.replace(pipeline_of(model).config, loss_reduction=reduction)
 
 
@@ -194,38 +169,24 @@ def test_replicas_with_unlike_padding_in_stages() -> None:
     _ragged_replicas(pp=2)
 
 
-def _digits(group: Any, tensors: dict[str, torch.Tensor], size: int) -> None:
-    everyone = everyones(tensors, group)
-    assert len(everyone) == size
-    names = set.intersection(*(set(theirs) for theirs in everyone))
-    assert names
-    for name in names:
-        for theirs in everyone:
-            assert torch.equal(theirs[name], everyone[0][name]), f"{name} differs between holders"
-
-
-def _two_steps(piped: Any) -> None:
-    optimizer = torch.optim.SGD(piped.parameters(), lr=0.1)
-    for batch in language_batches(131, count=2, batch=6):
-        dp = piped.mpu.dp
-        optimizer.zero_grad()
-        piped.execute_pipeline({name: tensor.chunk(3)[dp.rank] for name, tensor in batch.items()})
-        optimizer.step()
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=6)
 def test_tied_weights_stay_the_same_over_three_replicas() -> None:
     """The stages' sizes are unlike, so that in common buffers other parts of the embedding would be added first."""
-    model = gpt2(n_layer=4, vocab_size=2000)
-    piped = autopar.initialize(model, _config(pp=2, microbatch_size=1, layers_per_stage=[3, 1]))
-    _two_steps(piped)
-    ((_, holders),) = pipeline_of(piped).tied._sets
-    for tensors in ([p.grad for p in holders], [p.data for p in holders]):
-        _digits(piped.mpu.pp.group, {str(place): tensor for place, tensor in enumerate(tensors)}, 2)
+    piped = autopar.initialize(
+        gpt2(n_layer=4, vocab_size=2000), _config(pp=2, microbatch_size=1, layers_per_stage=[3, 1])
+    )
+    optimizer = torch.optim.SGD(piped.parameters(), lr=0.1)
+    for batch in language_batches(131, count=2, batch=6):
+        optimizer.zero_grad()
+        piped.execute_pipeline({name: tensor.chunk(3)[piped.mpu.dp.rank] for name, tensor in batch.items()})
+        optimizer.step()
+    for of in (lambda p: p.grad, lambda p: p.data):
+        assert "transformer.wte.weight" in whole_tensors(piped, of)  # asserts that stages hold the same bits
 
 
 @pooled(world_size=2)
+@told_at_once
 def test_a_failed_step_leaves_earlier_gradients_of_tied_weights() -> None:
     def fail(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if len(seen) == 1:
@@ -249,7 +210,6 @@ def test_a_failed_step_leaves_earlier_gradients_of_tied_weights() -> None:
     plain(**batch).loss.backward()
     piped.execute_pipeline(batch)
     _compare(piped, plain)
-    piped.mpu.destroy()
 
 
 def test_positions_of_several_kinds_are_cut_by_samples() -> None:
@@ -272,15 +232,9 @@ def test_a_class_of_ones_own_says_what_its_loss_is(policy: Any) -> None:
     labels = _ids().clone()
     labels[0, 2:], labels[1, 5:] = -100, -100
     batch = {"input_ids": _ids(), "labels": labels}
-    config = _config(pp=2, num_microbatches=4)
     plain = Unshifted(llama().config).train()
-    expected = plain(**batch).loss
-    expected.backward()
-    piped = autopar.initialize(copy.deepcopy(plain), config, policy=policy)
-    loss = piped.execute_pipeline(batch, broadcast_loss=True).loss
-    close(loss, expected.detach(), "loss")
-    same_gradients(piped, plain)
-    unknown = autopar.initialize(Unshifted(llama().config).train(), config)
+    _as_on_one_process(plain, batch, policy, pp=2, num_microbatches=4)
+    unknown = autopar.initialize(plain, _config(pp=2, num_microbatches=4))
     with pytest.raises(ConfigError, match=r"name it in a policy: loss: {Unshifted: mean}\."):
         unknown.execute_pipeline(batch)
 

@@ -1,28 +1,27 @@
-"""Cutting batches, weighing losses, putting outputs together."""
+"""Cutting batches, weighing losses, putting outputs together; rows that are not one each; packed documents."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import BatchEncoding
+from transformers import BatchEncoding, DataCollatorWithFlattening
 from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.microbatch import (
-    OwnLoss,
-    batch_size,
-    next_batch,
-    split,
-    weights_of,
-)
-from autopar.pipeline_parallel.outputs import merge_outputs
+from autopar.pipeline_parallel.microbatch import OwnLoss, batch_size, next_batch, sample_rows, split, weights_of
+from autopar.pipeline_parallel.outputs import find_cache, merge_outputs
+from tests.compare import same_gradients
+from tests.parity import close
 from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled
-from tests.random_models import Case, build, heads_of
+from tests.random_models import Case, batches, build, heads_of
+from tests.small import llama
 
 
 def test_batches_come_from_dicts_and_iterators() -> None:
@@ -114,9 +113,10 @@ def test_losses_count_by_their_labels() -> None:
     assert weights_of(regression, "input_ids", "tokens", shifted=False) == [2 / 3, 1 / 3]
 
 
-def auto(model_type: str) -> str:
-    """The class of a model type that makes text."""
-    return next(head for head in sorted(heads_of(model_type)) if head.endswith("ForConditionalGeneration"))
+def text_of(model_type: str) -> Any:
+    """A model of the type that makes text."""
+    head = next(head for head in sorted(heads_of(model_type)) if head.endswith("ForConditionalGeneration"))
+    return build(Case(model_type, head), 6, 3)
 
 
 def test_which_losses_shift_their_labels() -> None:
@@ -127,9 +127,9 @@ def test_which_losses_shift_their_labels() -> None:
     assert OwnLoss.of(build(Case("bert", "BertLMHeadModel"), 6, 3)).shifted
     assert not OwnLoss.of(build(Case("t5gemma", "T5GemmaForConditionalGeneration"), 6, 3)).shifted
     for model_type in ("florence2", "moonshine"):  # labels=labels, shift_labels=labels
-        assert not OwnLoss.of(build(Case(model_type, auto(model_type)), 6, 3)).shifted, model_type
+        assert not OwnLoss.of(text_of(model_type)).shifted, model_type
     for model_type in ("kosmos-2.5", "blip"):  # a model inside has the loss
-        assert OwnLoss.of(build(Case(model_type, auto(model_type)), 6, 3)).shifted, model_type
+        assert OwnLoss.of(text_of(model_type)).shifted, model_type
 
 
 def test_outputs_are_put_together() -> None:
@@ -144,14 +144,13 @@ def test_outputs_are_put_together() -> None:
     assert torch.equal(merged.hidden_states[0][:, 0], torch.tensor([0.0, 0.0, 1.0]))
     outputs[1].loss = torch.tensor(torch.nan)
     assert merge_outputs(outputs, [2, 1], [1.0, 0.0]).loss == 1.0
-
-
-def test_several_rows_of_each_sample_are_put_together_and_what_no_sample_changes_is_left() -> None:
     frames = torch.arange(24.0).view(12, 2)  # 4 of each of 3 samples
     for sizes in ([2, 1], [1, 1, 1]):
         parts = list(frames.split([4 * size for size in sizes]))
         assert torch.equal(merge_outputs(parts, sizes, [1 / len(sizes)] * len(sizes)), frames)
-    table = torch.rand(4, 2)
+    features = [torch.ones(4, 2), torch.zeros(4, 2)]  # four images of three samples, twice
+    assert torch.equal(merge_outputs(features, [3, 3], [0.5, 0.5]), torch.cat(features))
+    table = torch.rand(4, 2)  # no sample changes it
     assert torch.equal(merge_outputs([table, table.clone()], [1, 1], [0.5, 0.5]), table)
     losses = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])]  # of two heads
     assert torch.equal(merge_outputs(losses, [1, 1], [0.5, 0.5]), torch.tensor([2.0, 4.0]))
@@ -205,4 +204,173 @@ def test_a_model_of_lists(pp: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.numel():
             torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
-    model.mpu.destroy()
+
+
+CONFIG = SimpleNamespace(image_token_id=5, video_token_id=6, audio_token_id=7)
+GRIDS = [[1, 2, 2], [1, 4, 2], [1, 2, 2], [1, 2, 4]]  # 4, 8, 4 and 8 patches
+# two images side by side in the third sample, one patch in four is a token
+IDS = torch.tensor([[5, 1, 1, 1, 1], [1, 1, 1, 1, 1], [5, 5, 5, 1, 1], [1, 5, 5, 1, 1]])
+BATCH = {"input_ids": IDS, "pixel_values": torch.arange(24.0).view(24, 1), "image_grid_thw": torch.tensor(GRIDS)}
+
+
+def test_patches_go_with_the_tokens_that_stand_for_them() -> None:
+    rows = sample_rows(BATCH, 4, CONFIG)
+    assert rows == {"pixel_values": [0, 4, 4, 16, 24], "image_grid_thw": [0, 1, 1, 3, 4]}
+    parts = split(BATCH, 4, 1, None, CONFIG)
+    assert [len(part.get("pixel_values", ())) for part in parts] == [4, 0, 12, 8]
+    assert set(parts[1]) == {"input_ids"}  # it has no images
+    halves = split(BATCH, 4, 2, None, CONFIG)
+    assert torch.equal(halves[1]["image_grid_thw"], torch.tensor(GRIDS[1:])) and len(halves[0]["pixel_values"]) == 4
+    (whole,) = split({**BATCH, "image_grid_thw": torch.ones(1, 3)}, 4, 4, None, CONFIG)  # nothing is asked
+    assert len(whole["pixel_values"]) == 24
+
+
+def test_images_without_sizes_are_counted_by_their_runs_or_by_equal_parts() -> None:
+    ids = torch.tensor([[5, 5, 1, 5, 5], [1, 1, 1, 1, 1]])
+    pixels = torch.zeros(2, 3, 4, 4)
+    assert sample_rows({"input_ids": ids, "pixel_values": pixels}, 2, CONFIG) == {}  # one of each: rows of samples
+    three = torch.tensor([[5, 5, 5, 5, 1], [1, 5, 5, 1, 1]])  # two side by side
+    found = sample_rows({"input_ids": three, "pixel_values": torch.zeros(3, 3, 4, 4)}, 2, CONFIG)
+    assert found == {"pixel_values": [0, 2, 3]}
+    ragged = torch.tensor([[5, 1, 5, 5, 5], [1, 5, 5, 1, 1]])  # of other sizes, each a run
+    found = sample_rows({"input_ids": ragged, "pixel_values": torch.zeros(3, 3, 4, 4)}, 2, CONFIG)
+    assert found == {"pixel_values": [0, 2, 3]}
+
+
+def test_videos_and_sounds() -> None:
+    ids = torch.tensor([[6, 6, 1, 7], [7, 1, 7, 1]])
+    batch = {
+        "input_ids": ids,
+        "pixel_values_videos": torch.zeros(8, 2),
+        "video_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]]),
+        "second_per_grid_ts": [0.5, 1.0],  # of each video
+        "input_features": torch.zeros(3, 4, 9),
+        "feature_attention_mask": torch.zeros(3, 9),
+    }
+    parts = split(batch, 2, 1, None, CONFIG)
+    assert parts[0]["second_per_grid_ts"] == [0.5, 1.0] and "second_per_grid_ts" not in parts[1]
+    assert [len(part["input_features"]) for part in parts] == [1, 2]
+    assert [len(part["feature_attention_mask"]) for part in parts] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "reason"),
+    [
+        ({"image_grid_thw": torch.tensor(GRIDS[::-1])}, CONFIG, "token 5 (image_token_id"),
+        ({"pixel_values": torch.zeros(23, 1)}, CONFIG, "pixel_values [23, 1], image_grid_thw [4, 3] cannot be split"),
+        ({}, SimpleNamespace(), "token None (image_token_id"),
+        ({"input_ids": None}, CONFIG, "token 5 (image_token_id"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(changes: dict[str, Any], config: Any, reason: str) -> None:
+    with pytest.raises(autopar.ConfigError) as raised:
+        split({**BATCH, **changes}, 4, 2, None, config)
+    assert reason in str(raised.value) and "pipeline.microbatch_size: 4" in str(raised.value)
+
+
+def test_targets_in_rows_of_channels() -> None:
+    batch = {"input_ids": torch.zeros(2, 3), "labels": torch.arange(12).view(6, 2), "table": torch.zeros(6, 2)}
+    parts = split(batch, 2, 1, None)
+    assert [part["labels"].tolist() for part in parts] == [batch["labels"][:3].tolist(), batch["labels"][3:].tolist()]
+    assert all(part["table"].shape == (6, 2) for part in parts)
+    assert len(split({**batch, "labels": torch.zeros(5, 2)}, 2, 1, None)[0]["labels"]) == 5
+
+
+def _images(config: Any) -> dict[str, Any]:
+    """Four samples with 1, 0, 2 and 1 images of other sizes."""
+    draw = torch.Generator().manual_seed(0)
+    image, grids = config.image_token_id, [[1, 4, 4], [1, 4, 4], [1, 4, 8], [1, 4, 4]]
+    ids = torch.randint(20, 100, (4, 16), generator=draw)
+    for sample, places in ((0, range(1, 5)), (2, [*range(1, 5), *range(6, 14)]), (3, range(8, 12))):
+        ids[sample, list(places)] = image
+    kinds = (ids == image).int()
+    pixels = torch.randn(80, 96, generator=draw)
+    labels = ids.masked_fill(ids == image, -100)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": labels,
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": kinds,
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pooled(world_size=2)
+def test_images_of_other_sizes_in_stages(size: int) -> None:
+    plain = build(Case("qwen2_vl", "Qwen2VLForConditionalGeneration"), 4, 2).train()
+    piped = autopar.initialize(copy.deepcopy(plain), {"pp": 2, "pipeline": {"microbatch_size": size}})
+    batch = _images(plain.config)
+    out = piped.execute_pipeline(copy.deepcopy(batch), broadcast_loss=True)
+    expected = plain(**batch)
+    expected.loss.backward()
+    close(out.loss, expected.loss.detach(), "loss")
+    theirs = dict(plain.named_parameters())
+    for name, parameter in piped.named_parameters():
+        close(parameter.grad, theirs[name].grad, name)
+    assert dist.get_rank() == 1 or any("visual" in name for name, _ in piped.named_parameters())
+
+
+@pooled(world_size=2)
+def test_channels_of_sound_in_stages() -> None:
+    case = Case("dia", "DiaForConditionalGeneration")
+    plain = build(case, 4, 2).train()
+    (batch,) = batches(case, plain.config, 1)
+    piped = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"pipeline_parallel_size": 2}})
+    out = piped.execute_pipeline(copy.deepcopy(batch), broadcast_loss=True, return_outputs=True)
+    expected = plain(**batch)
+    close(out.loss, expected.loss.detach(), "loss")
+    if dist.get_rank() == 1:
+        close(out.outputs.logits, expected.logits, "logits")
+
+
+LENGTHS = (5, 9, 3)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=4)
+def test_packed_documents_through_stages_of_two_ranks() -> None:
+    generator = torch.Generator().manual_seed(3)
+    documents = [torch.randint(0, 131, (length,), generator=generator) for length in LENGTHS]
+    packed = DataCollatorWithFlattening()([{"input_ids": one.tolist()} for one in documents])
+    assert packed["position_ids"].flatten().tolist() == [place for length in LENGTHS for place in range(length)]
+    packed = {name: torch.as_tensor(value) for name, value in packed.items()} | {"use_cache": False}
+    plain = llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=2).train()
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2, "pp": 2}).train()
+    tokens = sum(LENGTHS) - len(LENGTHS)
+    logits, loss = [], torch.zeros(())
+    for one in documents:
+        output = plain(one[None], labels=one[None])
+        logits.append(output.logits.detach())
+        loss = loss + output.loss * (len(one) - 1) / tokens
+    loss.backward()
+    close(model.execute_pipeline(packed, broadcast_loss=True).loss, loss.detach(), "loss")
+    same_gradients(model, plain)
+    with torch.no_grad():
+        close(model.eval()(**{k: v for k, v in packed.items() if k != "labels"}).logits, torch.cat(logits, 1), "logits")
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_training_pass_makes_no_cache_where_transformers_does_the_same_without() -> None:
+    """Positions that are given may start again, and with a cache transformers does not see it."""
+    plain = llama().train()
+    ids = torch.randint(0, 131, (2, 8), generator=torch.Generator().manual_seed(3))
+    again = torch.arange(8).remainder(5).expand(2, -1)
+    caches: list[bool] = []
+    for given, cached in (({}, False), ({"position_ids": again}, True), ({"use_cache": True}, True)):
+        model = autopar.initialize(copy.deepcopy(plain), {"pp": 2, "pipeline": {"microbatch_size": 1}}).train()
+        for block in model.model.layers:
+            block.register_forward_pre_hook(
+                lambda _, args, kwargs: caches.append(find_cache(args, kwargs) is not None), with_kwargs=True
+            )
+        caches.clear()
+        output = model.execute_pipeline({"input_ids": ids, "labels": ids, **given})
+        assert set(caches) == {cached}
+        reference = copy.deepcopy(plain)
+        expected = reference(input_ids=ids, labels=ids, **given).loss
+        expected.backward()
+        if output.loss is not None:
+            close(output.loss.detach(), expected.detach(), "loss")
+        same_gradients(model, reference)

@@ -12,7 +12,7 @@ from autopar.features.megatron.schedules import get_forward_backward_func
 from autopar.pipeline_parallel.stage_forward import Streams
 from autopar.tools.verification.session import switching
 from tests.compare import same_gradients
-from tests.exchange import everyones
+from tests.exchange import everyones, same_random_states
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2
@@ -25,30 +25,15 @@ def _piped(tp: int = 1, seed: int = 1, **config: Any) -> Any:
     return autopar.initialize(model, {"tp": tp, "pp": 2, **config})
 
 
-def _states() -> list[torch.Tensor]:
-    return everyones(torch.get_rng_state())
-
-
-def _assert_alike() -> None:
-    states = _states()
-    assert all(torch.equal(state, states[0]) for state in states)
-
-
 @pooled(world_size=4)
-def test_initialize_shares_the_generators_of_a_replica() -> None:
-    piped = _piped(tp=2, seed=dist.get_rank())
-    _assert_alike()
-    piped.mpu.destroy()
-
-
-@pooled(world_size=4)
-def test_replicas_keep_generators_of_their_own() -> None:
-    piped = _piped(seed=dist.get_rank())
-    states = _states()
+def test_initialize_shares_the_generators_of_a_replica_and_replicas_keep_their_own() -> None:
+    _piped(tp=2, seed=dist.get_rank())
+    same_random_states()
+    _piped(seed=dist.get_rank())
+    states = everyones(torch.get_rng_state())
     for ranks in ([0, 2], [1, 3]):
         assert torch.equal(states[ranks[0]], states[ranks[1]])
     assert not torch.equal(states[0], states[1])
-    piped.mpu.destroy()
 
 
 @pytest.mark.tier("test")
@@ -74,22 +59,22 @@ def test_training_mode_keeps_the_stages_alike(schedule: str) -> None:
     before = torch.get_rng_state()
     for step in range(2):  # the first one of a mode compares batches, too
         piped.execute_pipeline(batch)
-        _assert_alike()
+        same_random_states()
         piped.execute_pipeline(batch, forward_only=True)
-        _assert_alike()
+        same_random_states()
         with torch.no_grad():
             piped(**batch)
-            _assert_alike()
+            same_random_states()
             piped.transformer(input_ids=batch["input_ids"])  # the head's stage draws nothing
-            _assert_alike()
+            same_random_states()
         assert not torch.equal(before, torch.get_rng_state()), step
-    piped.mpu.destroy()
 
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
+@told_at_once
 def test_a_plain_call_in_training_mode_drops_other_elements_each_time() -> None:
-    piped = _piped()
+    piped = _piped(pipeline={"timeout": 6})
     (batch,) = language_batches(131, count=1)
     with torch.no_grad():
         assert not torch.equal(piped(**batch).logits, piped(**batch).logits)
@@ -98,27 +83,16 @@ def test_a_plain_call_in_training_mode_drops_other_elements_each_time() -> None:
         torch.manual_seed(3)
         assert torch.equal(first, piped(**batch).logits)
     before = torch.get_rng_state()
-    piped.eval()
-    with torch.no_grad():
-        assert torch.equal(piped(**batch).logits, piped(**batch).logits)
-    assert torch.equal(before, torch.get_rng_state())
-    piped.mpu.destroy()
-
-
-@pooled(world_size=2)
-@told_at_once
-def test_a_step_that_fails_draws_nothing() -> None:
-    piped = _piped(pipeline={"timeout": 6})
-    (batch,) = language_batches(131, count=1)
-    before = torch.get_rng_state()
 
     def fail(*_: Any) -> torch.Tensor:
         raise ValueError("something broke")
 
     with pytest.raises(Exception, match="something broke"):
         piped.execute_pipeline(batch, criterion=fail)
-    assert torch.equal(before, torch.get_rng_state())
-    piped.mpu.destroy()
+    piped.eval()
+    with torch.no_grad():
+        assert torch.equal(piped(**batch).logits, piped(**batch).logits)
+    assert torch.equal(before, torch.get_rng_state())  # neither a step that fails draws, nor an evaluation
 
 
 @pooled(world_size=2)
@@ -138,8 +112,7 @@ def test_a_shuffling_loader_of_the_megatron_loop_gives_all_stages_the_same() -> 
             forward_step_func=forward_step, data_iterator=iter(loader), model=piped, num_microbatches=8
         )
     assert torch.equal(*everyones(torch.cat(seen)))
-    _assert_alike()
-    piped.mpu.destroy()
+    same_random_states()
 
 
 def test_streams_of_a_pass() -> None:
@@ -195,4 +168,3 @@ def test_what_is_drawn_in_front_of_the_blocks_is_the_same_on_all_stages(backward
     if dist.get_rank() == 1:
         close(out.outputs.logits, torch.cat(logits), "logits")
         assert not torch.allclose(logits[0], plain(**{n: v[:2] for n, v in batch.items()}).logits)
-    piped.mpu.destroy()

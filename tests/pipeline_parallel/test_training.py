@@ -1,4 +1,4 @@
-"""Longer runs, other meshes, and what surrounds a step: ragged batches, ties, recomputation, taking back."""
+"""Training in stages equals the plain model: losses, gradients, weights; and what surrounds a step."""
 
 import copy
 from contextlib import nullcontext
@@ -12,10 +12,11 @@ from autopar.errors import ConfigError
 from tests.compare import same_gradients, same_weights
 from tests.exchange import same_random_states
 from tests.parity import close, language_batches
-from tests.pipeline_parallel.deep import deep
+from tests.pipeline_parallel.deep import NAMES, deep
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
-from tests.small import gpt2
+from tests.random_models import Case, batches, build
+from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
 
@@ -31,45 +32,7 @@ def _full(count: int, batch: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 @pooled(world_size=8)
 def test_three_axes(name: str) -> None:
-    check_pipeline(lambda: deep(name, 2), _full(2, 4), tp=2, pp=2).mpu.destroy()
-
-
-@pytest.mark.tier("test", only=("zbv",))
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
-@pooled(world_size=2)
-def test_twenty_steps(schedule: str) -> None:
-    """Losses stay equal, and tied weights stay bitwise equal on both ends."""
-    plain = gpt2(n_layer=4)
-    piped = copy.deepcopy(plain)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-3) for model in (plain, piped)]
-    schedulers = [torch.optim.lr_scheduler.LinearLR(o, total_iters=10) for o in optimizers]
-    piped = autopar.initialize(piped, _config(schedule=schedule, microbatch_size=1))
-    batches = iter(language_batches(131, count=20, batch=5))
-    for batch in language_batches(131, count=20, batch=5):
-        loss = plain(**batch).loss
-        loss.backward()
-        out = piped.execute_pipeline(batches, optimizer=optimizers[1], broadcast_loss=True)
-        close(out.loss, loss.detach(), "loss")
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-    same_weights(piped, plain)  # asserts that stages hold the same bits
-    piped.mpu.destroy()
-
-
-@pytest.mark.tier("test", only=("gpt2-1f1b",))
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-@pooled(world_size=2)
-def test_ragged_batches_and_micro_batches_without_labels(name: str, schedule: str) -> None:
-    """The whole batch's mean over labels, though micro-batches have between none and all of them."""
-    (batch,) = language_batches(131, count=1, batch=5)
-    batch["labels"][1, 1:] = -100
-    batch["labels"][3] = -100
-    for size in (1, 2, 5):
-        settings = {"microbatch_size": size, "schedule": schedule}
-        check_pipeline(lambda: deep(name, 4), [batch, batch], pipeline=settings).mpu.destroy()
+    check_pipeline(lambda: deep(name, 2), _full(2, 4), tp=2, pp=2)
 
 
 @pooled(world_size=1)
@@ -81,7 +44,6 @@ def test_one_stage_accumulates_over_micro_batches() -> None:
         assert out.outputs.logits.shape[:2] == (3, 7)
         with pytest.raises(ConfigError, match="must contain a loss"):
             piped.execute_pipeline({"input_ids": torch.zeros(2, 3, dtype=torch.long)})
-        piped.mpu.destroy()
 
 
 @pytest.mark.tier("test")
@@ -108,85 +70,62 @@ def test_criterion_scaled_loss_and_results() -> None:
         piped.execute_pipeline(batch)
     del batch["labels"]
     assert piped.execute_pipeline(batch, forward_only=True).loss is None
-    piped.mpu.destroy()
 
 
 @pytest.mark.tier("test", only=("1f1b-gpt2",))
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zbv", "dualpipev"])
 @pooled(world_size=2)
 def test_activation_checkpointing(name: str, schedule: str) -> None:
     settings = {"activation_checkpointing": {}, "pipeline": {"schedule": schedule}}
-    check_pipeline(lambda: deep(name, 4), language_batches(131, batch=5), **settings).mpu.destroy()
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zbv", "dualpipev"])
-@pooled(world_size=2)
-def test_activations_are_recomputed_once(schedule: str) -> None:
-    piped = autopar.initialize(deep("gpt2", 4), {**_config(schedule=schedule), "activation_checkpointing": {}})
+    (batch,) = batches_of_five = language_batches(131, count=1, batch=5)
+    piped = check_pipeline(lambda: deep(name, 4), batches_of_five * 2, **settings)
     forwards = []
-    for block in piped.transformer.h:
+    for block in piped.transformer.h if name == "gpt2" else ():
         block.mlp.register_forward_pre_hook(lambda module, *_: forwards.append(module))
-    (batch,) = language_batches(131, count=1, batch=5)
-    piped.execute_pipeline(batch)
-    assert sorted(forwards.count(module) for module in set(forwards)) == [10, 10]
-    piped.mpu.destroy()
+    piped.execute_pipeline(batch)  # activations are recomputed once
+    assert name != "gpt2" or sorted(forwards.count(module) for module in set(forwards)) == [10, 10]
 
 
 @pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_dropout_recomputes_its_masks_with_tensor_parallelism() -> None:
-    _recompute_with_dropout(tp=2)
-
-
-def _recompute_with_dropout(tp: int) -> None:
     gradients = []
     for recompute in (False, True):
         model = gpt2(n_layer=2, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
-        config = {**_config(tp=tp), "activation_checkpointing": {"enable": recompute}}
+        config = {**_config(tp=2), "activation_checkpointing": {"enable": recompute}}
         piped = autopar.initialize(model, config)
         torch.manual_seed(1)
         for batch in _full(2, 3):  # gradients accumulate
             piped.execute_pipeline(batch)
         gradients.append([parameter.grad for parameter in piped.parameters()])
         same_random_states()  # afterwards all stages draw the same again
-        piped.mpu.destroy()
     for first, second in zip(*gradients, strict=True):
         close(second, first, "gradient with recomputed activations", 1e-6)
-    undropped = autopar.initialize(gpt2(n_layer=2), _config(tp=tp))
+    undropped = autopar.initialize(gpt2(n_layer=2), _config(tp=2))
     for batch in _full(2, 3):
         undropped.execute_pipeline(batch)
     pairs = zip(gradients[1], undropped.parameters(), strict=True)
     assert any((gradient - parameter.grad).abs().max() > 1e-3 for gradient, parameter in pairs)  # it did drop
-    undropped.mpu.destroy()
 
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_gradients_of_several_calls_accumulate() -> None:
-    _accumulate(tp=1)
-
-
-def _accumulate(tp: int) -> None:
-    """Three calls make one step, twice: gradients, also of the tied embedding, and weights equal the plain model's."""
     plain = gpt2(n_layer=4)
     piped = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-3) for model in (plain, piped)]
-    piped, _ = autopar.initialize(piped, _config(tp=tp, microbatch_size=1), optimizer=optimizers[1])
-    dp = piped.mpu.dp
-    batches = _full(6, 4)
-    for number, batch in enumerate(batches):
+    piped, _ = autopar.initialize(piped, _config(microbatch_size=1), optimizer=optimizers[1])
+    for number, batch in enumerate(_full(6, 4)):
         plain(**batch).loss.backward()
-        mine = {name: tensor.chunk(dp.size)[dp.rank] for name, tensor in batch.items()}
         with nullcontext() if number % 3 == 2 or number < 3 else piped.no_sync():
-            piped.execute_pipeline(mine, optimizer=optimizers[1])
+            piped.execute_pipeline(batch, optimizer=optimizers[1])
         if number % 3 == 2:
             same_gradients(piped, plain, when=f"after {number + 1} calls")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
     same_weights(piped, plain)
-    piped.mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -200,7 +139,6 @@ def test_what_is_collected_from_all_layers_is_refused() -> None:
         piped = autopar.initialize(gpt2(), _config())
         with raises_everywhere(ConfigError, f"{name}=True is not supported with"):
             piped.execute_pipeline({**batch, name: True})
-        piped.mpu.destroy()
 
 
 @pytest.mark.tier("test", only=("gpt2",))
@@ -226,7 +164,7 @@ def test_deparallelize_gives_the_plain_model_back(name: str) -> None:
     assert {type(m) for m in back.modules()} == {type(m) for m in plain.modules()}
     assert not hasattr(back, "execute_pipeline")
     assert torch.equal(back.eval()(**batch).logits, plain.eval()(**batch).logits)
-    autopar.initialize(back, _config(pp=2)).mpu.destroy()
+    autopar.initialize(back, _config(pp=2))
 
 
 @pooled(world_size=2)
@@ -236,7 +174,6 @@ def test_a_changed_sequence_length_and_batch() -> None:
     for batch, seq in ((2, 7), (3, 4), (1, 12), (2, 7)):
         (inputs,) = language_batches(131, count=1, batch=batch, seq=seq)
         close(piped.execute_pipeline(inputs, broadcast_loss=True).loss, plain(**inputs).loss.detach(), "loss")
-    piped.mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -252,24 +189,99 @@ def test_a_model_inside_the_users_own() -> None:
             outputs["loss"] = outputs.loss * self.scale
             return outputs
 
-    check_pipeline(Wrapped, language_batches(131, batch=2)).mpu.destroy()
+    check_pipeline(Wrapped, language_batches(131, batch=2))
 
 
 @pooled(world_size=2)
 def test_configs_that_do_not_fit() -> None:
-    with raises_everywhere(ConfigError, "microbatch_size=1 and pipeline.num_microbatches=2 are both given"):
-        autopar.initialize(gpt2(), _config(microbatch_size=1, num_microbatches=2))
-    with raises_everywhere(ConfigError, "num_microbatches=1 is less than pipeline_parallel_size=2"):
-        autopar.initialize(gpt2(), _config(num_microbatches=1))
-    with raises_everywhere(ConfigError, "pipeline_parallel_size=2 does not fit GPT2LMHeadModel", "1 blocks"):
-        autopar.initialize(gpt2(n_layer=1), _config())
-    with raises_everywhere(ConfigError, "pipeline.schedule must be 1f1b, gpipe,", "or dualpipev, not 1f2b"):
-        autopar.initialize(gpt2(), _config(schedule="1f2b"))
-    with raises_everywhere(ConfigError, "chunks=2 does not fit schedule 1f1b"):
-        autopar.initialize(gpt2(), _config(chunks=2))
-    for schedule in ("zbv", "dualpipev"):
-        with raises_everywhere(ConfigError, f"chunks=3 does not fit schedule {schedule}, which has 2 stages on each"):
-            autopar.initialize(gpt2(), _config(schedule=schedule, chunks=3))
+    two_chunks = "chunks=3 does not fit schedule {}, which has 2 stages on each"
     too_few = "num_microbatches=3 is less than twice pipeline_parallel_size=2, which schedule dualpipev needs"
-    with raises_everywhere(ConfigError, too_few, "use at least 4, or schedule zbv"):
-        autopar.initialize(gpt2(), _config(schedule="dualpipev", num_microbatches=3))
+    for layers, pipeline, *said in (
+        (
+            2,
+            {"microbatch_size": 1, "num_microbatches": 2},
+            "microbatch_size=1 and pipeline.num_microbatches=2 are",
+        ),
+        (2, {"num_microbatches": 1}, "num_microbatches=1 is less than pipeline_parallel_size=2"),
+        (1, {}, "pipeline_parallel_size=2 does not fit GPT2LMHeadModel", "1 blocks"),
+        (2, {"schedule": "1f2b"}, "pipeline.schedule must be 1f1b, gpipe,", "or dualpipev, not 1f2b"),
+        (2, {"chunks": 2}, "chunks=2 does not fit schedule 1f1b"),
+        *((2, {"schedule": name, "chunks": 3}, two_chunks.format(name)) for name in ("zbv", "dualpipev")),
+        (2, {"schedule": "dualpipev", "num_microbatches": 3}, too_few, "use at least 4, or schedule zbv"),
+    ):
+        with raises_everywhere(ConfigError, *said):
+            autopar.initialize(gpt2(n_layer=layers), _config(**pipeline))
+
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
+
+
+@pytest.mark.tier(
+    "test", only=("gpt2-gpipe", "llama-1f1b", "gpt2-interleaved", "llama-zero-bubble", "gpt2-zbv", "llama-dualpipev")
+)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pooled(world_size=2)
+def test_every_schedule(make: Any, schedule: str) -> None:
+    """Five micro-batches, then three (fewer than dualpipev needs); the last one is smaller."""
+    check_pipeline(
+        lambda: make(**{"n_layer" if make is gpt2 else "num_hidden_layers": 5}),
+        [*language_batches(131, count=1, batch=9), *language_batches(131, count=1, batch=5)],
+        pipeline={"schedule": schedule, "microbatch_size": 2},
+    )
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
+@pooled(world_size=3)
+def test_three_ranks_in_a_v(name: str, schedule: str) -> None:
+    _in_a_v(name, 3, schedule, microbatches=(7, 2))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@pooled(world_size=4)
+def test_four_ranks_in_a_v(name: str) -> None:
+    _in_a_v(name, 4, "dualpipev", microbatches=(8, 11))
+
+
+def _in_a_v(name: str, pp: int, schedule: str, microbatches: tuple[int, ...]) -> None:
+    """The last micro-batch of each batch is smaller, and one has no label."""
+    made = []
+    for count in microbatches:
+        (batch,) = language_batches(131, count=1, batch=2 * count - 1)
+        batch["labels"][2:4] = -100
+        made.append(batch)
+    settings = {"schedule": schedule, "microbatch_size": 2}
+    check_pipeline(lambda: deep(name, 2 * pp), made, pp=pp, pipeline=settings)
+
+
+@pytest.mark.tier(
+    "test", only=("bert-BertForSequenceClassification", "t5-T5ForConditionalGeneration", "mixtral-MixtralForCausalLM")
+)
+@pytest.mark.parametrize(
+    ("model_type", "head"),
+    [
+        ("bert", "BertForSequenceClassification"),
+        ("bert", "BertForMaskedLM"),
+        ("mixtral", "MixtralForCausalLM"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("bart", "BartForConditionalGeneration"),
+        ("gpt2", "GPT2ForSequenceClassification"),
+    ],
+)
+@pooled(world_size=2)
+def test_families(model_type: str, head: str) -> None:
+    case = Case(model_type, head)
+    model = build(case, 6, 3)
+    check_pipeline(lambda: model, batches(case, model.config))
+
+
+@pytest.mark.tier("test", only=("2-2-gpt2", "1-4-gpt2", "2-2-bert"))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (1, 4), pytest.param(1, 2, marks=pytest.mark.tier("sweep"))])
+@pooled(world_size=4)
+def test_meshes(name: str, tp: int, pp: int) -> None:
+    batches_ = language_batches(131, count=2, batch=4)
+    for batch in batches_:
+        batch["labels"] = batch["input_ids"].clone()  # replicas whose labels count alike: the mean of means is the mean
+    check_pipeline(lambda: deep(name, 4), batches_, tp=tp, pp=pp)
