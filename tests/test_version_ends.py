@@ -25,7 +25,7 @@ from autopar.plan import stages
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import own_policies
 from autopar.policy.match import find_policy, supported_model_types
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.probes import PROBES
 from tests.random_models import build, heads_of
 from tests.representatives import first_policies, one_of_each_structure

@@ -23,8 +23,8 @@ from autopar.checkpoint.shards import ShardReader
 from autopar.storage.files import RangeFile
 from tests.checkpoint.tiny import moment, with_moments
 from tests.exchange import everyones
+from tests.harness.worlds import pooled
 from tests.parity import randomise
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 1)]

@@ -10,8 +10,8 @@ from autopar.checkpoint import Manifest
 from autopar.checkpoint.random_states import choose
 from autopar.cli.checkpoints import _summary
 from tests.exchange import same_random_states
+from tests.harness.worlds import pooled
 from tests.parity import all_close, language_batches, whole
-from tests.pool import pooled
 from tests.small import gpt2
 
 Sizes = tuple[int, int, int]  # tp, cp, stage of ZeRO

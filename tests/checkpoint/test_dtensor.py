@@ -15,7 +15,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
 from tests.checkpoint.tiny import TinyConfig, TinyModel, make_plan, tiny
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama, parallel
 
 MODELS = {

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.checkpoint import load_dtensor_state_dict, to_dtensor_training_state
 from autopar.errors import CheckpointError, ConfigError
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 MODELS = {  # in float64; transformers computes the loss in float32

@@ -20,7 +20,7 @@ from transformers import (
 import autopar
 from autopar.checkpoint import merge_checkpoint
 from tests.checkpoint.tiny import assert_same_files
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama, parallel
 
 

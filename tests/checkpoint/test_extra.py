@@ -18,9 +18,9 @@ from autopar.features.user_code.reads import ShardedTensor
 from tests.checkpoint.hybrid import OF_FOUR, OF_TWO, Mesh
 from tests.checkpoint.refusals import refusals
 from tests.checkpoint.tiny import rewrite_manifest
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.small import gpt2, parallel
-from tests.worlds import raises_everywhere
 
 
 def start(mesh: Mesh, seed: int = 0, **config: Any) -> Any:

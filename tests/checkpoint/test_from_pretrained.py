@@ -25,10 +25,10 @@ from transformers import (
 import autopar
 from autopar.errors import CheckpointError, ConfigError
 from tests.checkpoint.loading import both, same, shared, tp
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 TYPES = ["gpt2", "llama", "mixtral", "qwen2_moe", "bert", "t5", "bart", "dinov2", "gpt_neox", "phi3", "mllama"]
 TYPES += ["deepseek_v3", "qwen2_vl", "mamba2", "clip"]

@@ -18,7 +18,7 @@ from autopar.cli.split import split_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from tests.checkpoint.loading import both, shared, tp
 from tests.checkpoint.refusals import refusals
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama
 
 

@@ -26,10 +26,10 @@ from autopar.deferred_init.materialize import InitSteps, reading_threads
 from autopar.errors import CheckpointError
 from autopar.storage.files import RangeFile
 from tests.checkpoint.loading import same, saved, shared, tp
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 
 @pooled(world_size=2)

@@ -24,7 +24,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import local, same, state_tensors, tiny, with_moments
-from tests.worlds import PRELOAD, join
+from tests.harness.worlds import PRELOAD, join
 
 RANKS = 2
 

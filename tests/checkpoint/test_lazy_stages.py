@@ -13,11 +13,11 @@ import autopar
 import autopar.integrations
 from autopar.deferred_init import materialize
 from tests.checkpoint.hybrid import batch_of, same
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled
 from tests.parity import close
 from tests.pipeline_parallel.deep import deep
-from tests.pool import pooled
 from tests.small import lazily, llama
-from tests.tiers import mainly
 
 NAMES = mainly("gpt2", "llama", "bert", "t5", later="sweep")
 

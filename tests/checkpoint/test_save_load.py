@@ -19,9 +19,9 @@ from tests.checkpoint.tiny import (
     same,
     tiny,
 )
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import distributed, pooled
 from tests.small import gpt2, parallel
-from tests.worlds import distributed, raises_everywhere
 
 
 @distributed(world_size=1)

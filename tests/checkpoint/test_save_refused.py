@@ -22,8 +22,7 @@ from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.refusals import refusals
 from tests.checkpoint.test_broken import break_mixed, break_swapped, flip
 from tests.checkpoint.tiny import TinyConfig, TinyModel, local, make_plan, same, tiny, with_layout
-from tests.pool import pooled
-from tests.worlds import spawn
+from tests.harness.worlds import pooled, spawn
 
 
 @pytest.mark.tier("test")

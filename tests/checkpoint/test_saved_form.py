@@ -29,11 +29,11 @@ from autopar.plan.tensors import plan_tensors
 from autopar.policy.match import supported_model_types
 from autopar.storage.lazy_tensor import InMemory, open_piece
 from tests.checkpoint.tiny import assert_same_files, files, rewrite_manifest
-from tests.pool import pooled
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled
 from tests.random_models import Case, build, cases, of_type
 from tests.refused_types import NAMES_IN_MEMORY
 from tests.representatives import REPRESENTATIVES, first_types
-from tests.tiers import mainly
 
 WHOLE = sorted(  # the others are inside these
     name for name in supported_model_types() if not of_type(name).inside and name not in NAMES_IN_MEMORY

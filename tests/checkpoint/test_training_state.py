@@ -15,10 +15,9 @@ from transformers import GPT2LMHeadModel, get_linear_schedule_with_warmup
 import autopar
 from autopar.errors import CheckpointError, ConfigError
 from tests.checkpoint.test_plain_data import same
-from tests.exchange import everyones
-from tests.pool import pooled
+from tests.exchange import everyones, raises_everywhere
+from tests.harness.worlds import pooled
 from tests.small import gpt2, parallel
-from tests.worlds import raises_everywhere
 
 DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
 

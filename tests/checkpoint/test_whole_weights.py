@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import autopar
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama
 
 SIZES = {"tp": (2, 1), "pp": (1, 2)}

@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from autopar.data_parallel.grad_sync import sum_gradients
 from autopar.distributed.axis import Axis
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 
 
 @pytest.mark.tier("test")

@@ -13,8 +13,8 @@ import autopar
 from autopar.data_parallel.fully_sharded import blocks_of
 from autopar.errors import ConfigError
 from tests.features.experts.mixtures import mixtral
+from tests.harness.worlds import pooled
 from tests.parity import close, whole
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 IDS = torch.randint(0, 131, (20, 9), generator=torch.Generator().manual_seed(3))

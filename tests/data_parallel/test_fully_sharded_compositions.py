@@ -19,10 +19,10 @@ from transformers import (
 import autopar
 from autopar.data_parallel import fully_sharded
 from autopar.errors import ConfigError
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close, randomise
-from tests.pool import pooled
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 
 def _sgd(model: Any) -> torch.optim.Optimizer:

@@ -13,11 +13,11 @@ from transformers import BartForConditionalGeneration, OPTConfig, OPTForCausalLM
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.data_parallel.test_fully_sharded_compositions import bart
+from tests.exchange import raises_everywhere
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled, spawn
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import llama
-from tests.tiers import mainly
-from tests.worlds import raises_everywhere, spawn
 
 IDS = torch.arange(40).view(4, 10)
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.compat.tensors import TorchDispatchMode
 from autopar.config.sections import SCHEDULES
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 MODELS = {"gpt2": lambda: gpt2(n_layer=4), "llama": lambda: llama(num_hidden_layers=4)}

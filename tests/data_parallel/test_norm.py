@@ -15,8 +15,8 @@ from autopar.policy.match import find_policy
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
 from tests.compare import same_weights
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 

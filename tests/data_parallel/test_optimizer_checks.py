@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.small import gpt2
-from tests.worlds import raises_everywhere
 
 
 def refused(message, config=None, optimizer=None, lr_scheduler=None, model=None):

@@ -11,10 +11,10 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import autopar
 from autopar.errors import ConfigError
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2
-from tests.worlds import raises_everywhere
 
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
 

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 TP, PP = ({"model_parallelism": {f"{kind}_parallel_size": 2}} for kind in ("tensor", "pipeline"))
 ZERO, CLIPPING = {"zero": {"stage": 1}}, {"gradient_clipping": 0.5}

@@ -14,7 +14,7 @@ from tests.compare import same_weights
 from tests.data_parallel.test_users_optimizers import Lookahead
 from tests.data_parallel.whole_optimizers import ACROSS, MATRICES, Own, orthogonal
 from tests.data_parallel.whole_steps import MODELS, equal_bits, from_equal_gradients, goes_on, set_gradients, train
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama
 
 

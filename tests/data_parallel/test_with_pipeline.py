@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))

@@ -9,10 +9,10 @@ from torch import nn
 
 from autopar.errors import ConfigError
 from tests.data_parallel.test_whole_numbers import _check, fully_sharded, train
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled
 from tests.small import llama
-from tests.tiers import mainly
-from tests.worlds import raises_everywhere
 
 
 def perturbed(model: Any) -> None:

@@ -9,8 +9,8 @@ from transformers.modeling_outputs import CausalLMOutput
 import autopar
 from autopar.errors import AutoparError, UnsupportedModelError
 from autopar.pipeline_parallel.outputs import Provenance, complete, incomplete
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.small import gpt2
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import autopar
 from autopar.errors import ConfigError, PipelineError
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import llama
 
 WEIGHTS = torch.linspace(0.2, 3.0, 131)

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import autopar
 from autopar.errors import PipelineError
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
-from tests.pool import pooled
 from tests.timeouts import told_at_once
 
 

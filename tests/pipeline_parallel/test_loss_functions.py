@@ -14,11 +14,11 @@ import autopar
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.microbatch import OwnLoss
 from tests.compare import same_gradients
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 WEIGHTS = torch.linspace(0.2, 3.0, 131)
 

@@ -23,13 +23,12 @@ from autopar.errors import ConfigError, ShardWarning
 from autopar.pipeline_parallel.microbatch import OwnLoss, split
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from tests.compare import same_gradients
-from tests.exchange import everyones
+from tests.exchange import everyones, raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors
-from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import Unshifted, gpt2, llama
-from tests.worlds import raises_everywhere
 
 _BERT = BertConfig(
     num_hidden_layers=2,

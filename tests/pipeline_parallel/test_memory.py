@@ -8,8 +8,8 @@ import torch
 import autopar
 from autopar.pipeline_parallel.p2p import Message
 from autopar.pipeline_parallel.pipeline import pipeline_of
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 

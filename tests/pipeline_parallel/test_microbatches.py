@@ -20,8 +20,8 @@ from autopar.pipeline_parallel.microbatch import (
     weights_of,
 )
 from autopar.pipeline_parallel.outputs import merge_outputs
+from tests.harness.worlds import pooled
 from tests.pipeline_parallel.deep import deep
-from tests.pool import pooled
 from tests.random_models import Case, build, heads_of
 
 

@@ -9,8 +9,8 @@ from transformers import DataCollatorWithFlattening
 import autopar
 from autopar.pipeline_parallel.outputs import find_cache
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import llama
 
 LENGTHS = (5, 9, 3)

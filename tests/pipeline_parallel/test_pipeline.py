@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import NAMES, deep
 from tests.pipeline_parallel.oracle import check_pipeline
-from tests.pool import pooled
 from tests.random_models import Case, batches, build
 from tests.small import gpt2, llama
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import autopar
 from autopar.pipeline_parallel.microbatch import sample_rows, split
 from autopar.pipeline_parallel.outputs import merge_outputs
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.random_models import Case, batches, build
 
 CONFIG = SimpleNamespace(image_token_id=5, video_token_id=6, audio_token_id=7)

@@ -12,9 +12,9 @@ from torch import nn
 
 import autopar
 from tests.compare import same_weights
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.test_steps_of_stages import stages
-from tests.pool import pooled
 from tests.small import llama
 
 Change = Callable[[Any], Any]

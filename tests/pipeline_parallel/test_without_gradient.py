@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import ConfigError, PipelineError
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import distributed, pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.random_models import Case, batches, build
 from tests.small import llama
-from tests.worlds import distributed, raises_everywhere
 
 
 def _config(pp: int, stage: int = 0) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, V
 import autopar
 from autopar.errors import ConfigError
 from autopar.tools.commands.models import add_lora
+from tests.harness.tiers import mainly
 from tests.rehearsal.programs import llama, mixtral
 from tests.rehearsal.test_rehearse import on_meta
-from tests.tiers import mainly
 
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8}
 WITHOUT_LABELS: dict[str, Callable[[], Any]] = {

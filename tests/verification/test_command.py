@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from autopar.cli import app
 from autopar.config import ParallelConfig
 from autopar.tools.verification.verify import checks_of, verify_on_ranks
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.random_models import batches, build, cases
 
 

@@ -15,8 +15,8 @@ from autopar.tools.verification.checks import Draw, Place, wrong_draws
 from autopar.tools.verification.report import VerificationReport
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.verify import checks_of, verify_on_ranks
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 TP, PP, CP = ({f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "context"))

@@ -15,8 +15,8 @@ from autopar.features.experts import layers as experts
 from autopar.tools.verification.report import VerificationReport
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.verify import checks_of, verify_on_ranks
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.small import llama
 
 

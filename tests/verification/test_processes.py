@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from autopar.tools.verification.report import VerificationReport
 from autopar.tools.verification.verify import run_on_ranks
-from tests.tiers import mainly
+from tests.harness.tiers import mainly
 
 
 class Kept:

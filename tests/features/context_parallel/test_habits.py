@@ -17,7 +17,7 @@ import autopar
 from autopar.errors import ConsistencyError
 from tests.compare import same_gradients
 from tests.features.context_parallel.test_exactness import made
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import llama
 
 METHODS = ("ulysses", "gather")

@@ -27,9 +27,9 @@ from tests.features.context_parallel.test_exactness import (
     padded_left,
     sizes,
 )
+from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches
 from tests.pipeline_parallel.oracle import check_pipeline
-from tests.pool import pooled
 from tests.random_models import Case, build
 
 KINDS = {

@@ -16,8 +16,8 @@ from autopar.features.context_parallel.state import RowPlan, RowState
 from autopar.policy.match import find_policy
 from autopar.swap import swap
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
 

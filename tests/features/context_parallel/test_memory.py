@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import autopar
 from tests.features.context_parallel.test_exactness import made
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import llama
 
 ROWS, BATCH, VOCAB = 64, 2, 131

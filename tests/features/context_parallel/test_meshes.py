@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.context_parallel_policies import NOT_IN_STAGES, NOT_OVER_FOUR
 from tests.features.context_parallel.meshes import MESHES, compare
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.random_models import Case
 from tests.refused_types import LATE_IN_CONTEXT, NOT_IN_CONTEXT
 from tests.test_every_policy import WHOLE

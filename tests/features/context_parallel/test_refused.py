@@ -14,10 +14,10 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.features.context_parallel.plan import check_sequence_parallel, plan_rows
 from autopar.policy.match import find_policy
 from tests.compare import same_gradients
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 
 def test_a_contradiction_of_the_config() -> None:

@@ -15,12 +15,12 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.tensor_parallel import sharded_logits
 from autopar.tensor_parallel.sharded_logits import ShardedLogits
 from tests.compare import same_gradients
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.tensor_parallel.test_sharded_logits import FROM_SHARDS, GATHERED
 from tests.tensor_parallel.test_sharded_logits_habits import HABITS
-from tests.worlds import raises_everywhere
 
 VOCAB = 131
 FROM_ROWS = {"shifted", "smoothed sum", "each token", "capped", "biased", "double", "module", "a copy"}

@@ -10,9 +10,9 @@ import torch
 import autopar
 from tests.features.context_parallel.test_exactness import labelled_on_one_rank, made, packed, padded_left, sizes
 from tests.features.context_parallel.test_memory import Largest
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
 from tests.pipeline_parallel.oracle import check_pipeline
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 VOCAB, WIDTH, HEAD_DIM = 131, 24, 4

@@ -9,11 +9,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
+from tests.exchange import raises_everywhere
 from tests.features.context_parallel.test_exactness import sizes
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 KINDS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
 

@@ -14,8 +14,8 @@ from autopar.features.experts.layers import ExpertParallel
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
+from tests.harness.worlds import pooled
 from tests.parity import check, language_batches, randomise
-from tests.pool import pooled
 from tests.small import llama
 from tests.tensor_parallel.test_region_modules import MIXTURE_RULES, Mixture
 from tests.tensor_parallel.toys import ToyConfig, batches, checked_plan, toy, toy_policy

@@ -25,8 +25,8 @@ from tests.features.experts.mixtures import (
     train,
     wholes,
 )
-from tests.pool import pooled
-from tests.tiers import in_tier, mainly
+from tests.harness.tiers import in_tier, mainly
+from tests.harness.worlds import pooled
 
 ZERO_3 = {"zero": {"stage": 3}}
 

@@ -10,9 +10,9 @@ import autopar
 from autopar.policy.load import own_policies
 from autopar.policy.schema import Policy
 from tests.features.experts.mixtures import wholes
-from tests.pool import pooled
+from tests.harness.tiers import in_tier
+from tests.harness.worlds import pooled
 from tests.random_models import batches, build, cases, kind, of_type
-from tests.tiers import in_tier
 
 FIRST = (  # one of each structure
     *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "jamba", "qwen3_next"),

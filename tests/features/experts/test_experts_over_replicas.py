@@ -12,7 +12,7 @@ import autopar
 from autopar.errors import ConfigError
 from tests.data_parallel.whole_optimizers import MATRICES
 from tests.features.experts.mixtures import batches, close, compare, mixtral, qwen3, reference, wholes
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 
 
 @pytest.mark.tier("test", only=("all_to_all",))

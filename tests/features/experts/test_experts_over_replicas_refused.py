@@ -12,9 +12,8 @@ import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError
 from autopar.integrations.deepspeed import _check_mesh
 from tests.features.experts.mixtures import batches, close, mixtral
-from tests.pool import pooled
+from tests.harness.worlds import distributed, pooled
 from tests.timeouts import hurry, say, wait_for
-from tests.worlds import distributed
 
 
 @pooled(world_size=4)

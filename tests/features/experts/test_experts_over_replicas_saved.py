@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 import autopar
 from tests.features.experts.mixtures import batches, close, compare, mixtral, reference, train
 from tests.features.experts.module_mixtures import LISTED, listed, switch
-from tests.pool import pooled
-from tests.tiers import in_tier
+from tests.harness.tiers import in_tier
+from tests.harness.worlds import pooled
 
 _MODELS: dict[str, tuple[Any, Any, float]] = {
     "mixtral": (mixtral, None, 1e-5),

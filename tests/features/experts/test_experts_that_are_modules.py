@@ -15,7 +15,7 @@ from autopar.policy.match import find_policy
 from tests.exchange import everyones
 from tests.features.experts.mixtures import batches, close, compare
 from tests.features.experts.module_mixtures import LISTED, listed, nllb, switch
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 
 _ALL_REDUCE = {"model_parallelism": {"expert_dispatch": "all_reduce"}}
 _TWO: dict[str, dict[str, Any]] = {

@@ -15,9 +15,9 @@ from autopar import registry
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.features.experts.router_loss import balancing_module, is_switch_loss
 from autopar.integrations import ParallelTrainer
+from tests.harness.worlds import pooled
 from tests.integrations.runs import launched
 from tests.parity import randomise
-from tests.pool import pooled
 
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 _PATCH = "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"

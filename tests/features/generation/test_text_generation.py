@@ -21,7 +21,7 @@ from transformers import (
 import autopar
 from autopar.features.generation.generate import AgreedCriteria
 from tests.exchange import everyones
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import llama
 
 

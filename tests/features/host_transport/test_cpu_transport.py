@@ -13,9 +13,9 @@ from autopar.distributed.process import Process
 from autopar.errors import ConfigError
 from autopar.features.host_transport import transport as host_transport
 from autopar.features.host_transport.transport import HostTransport, _obstacle, _Offer, segment_bytes
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.transports import segments
-from tests.worlds import raises_everywhere
 
 
 def _offers(hosts: str, cores: int = 8, problems: dict[int, str] | None = None) -> list[_Offer]:

@@ -18,10 +18,9 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import PipelineError
 from autopar.features.host_transport import transport as host_transport
 from autopar.features.host_transport.transport import HostTransport, segment_bytes
-from tests.pool import pooled
+from tests.harness.worlds import pooled, spawn
 from tests.small import gpt2
 from tests.transports import segments
-from tests.worlds import spawn
 
 
 def _axes(size: int) -> tuple[Axis, Axis]:

@@ -15,9 +15,9 @@ from autopar.features.megatron.toolbox import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.transports import both_transports
-from tests.worlds import raises_everywhere
 
 
 def run(function, x, grad=None):

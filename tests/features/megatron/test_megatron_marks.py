@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama
 
 NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated")

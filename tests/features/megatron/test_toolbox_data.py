@@ -13,8 +13,8 @@ from autopar.features.megatron.toolbox import (
     vocab_range_from_global_vocab_size,
 )
 from autopar.layout import even_shards
-from tests.pool import pooled
-from tests.worlds import raises_everywhere
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 
 
 def batch_of(rank):

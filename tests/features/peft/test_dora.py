@@ -11,11 +11,11 @@ from transformers import LlamaForCausalLM
 import autopar
 from autopar.errors import ConfigError
 from autopar.integrations import get_peft_model
+from tests.exchange import raises_everywhere
 from tests.features.peft.adapted import batch, peft, same_training, with_lora
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 DORA: dict[str, Any] = {"target_modules": "all-linear", "use_dora": True}
 

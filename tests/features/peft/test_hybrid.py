@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 import autopar
 from tests.compare import same_weights
 from tests.features.peft.adapted import batch, peft, with_lora
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import llama
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]

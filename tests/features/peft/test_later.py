@@ -13,11 +13,11 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import autopar
 from autopar.errors import ConfigError
 from autopar.integrations import add_adapter, get_peft_model
+from tests.exchange import raises_everywhere
 from tests.features.peft.adapted import batch, peft, whole_of, with_lora
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 TP = {"model_parallelism": {"tensor_parallel_size": 2}}
 

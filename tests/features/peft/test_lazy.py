@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
+from tests.exchange import raises_everywhere
 from tests.features.peft.adapted import batch, peft, whole_of, with_lora
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 _Q = "base_model.model.model.layers.0.self_attn.q_proj"
 

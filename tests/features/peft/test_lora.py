@@ -9,7 +9,7 @@ import torch
 import autopar
 from autopar.errors import ConfigError
 from tests.features.peft.adapted import peft, phi3, randomise_adapters, same_training, with_lora
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.random_models import build, cases, kind
 from tests.small import gpt2, llama
 

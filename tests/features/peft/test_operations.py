@@ -10,8 +10,8 @@ import autopar
 from autopar.errors import ConfigError
 from tests.exchange import everyones, same_random_states
 from tests.features.peft.adapted import batch, peft, randomise_adapters, with_lora
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import llama
 
 

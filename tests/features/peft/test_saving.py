@@ -14,8 +14,8 @@ import autopar
 from autopar.checkpoint import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from tests.features.peft.adapted import batch, peft, phi3, randomise_adapters, whole_of, with_lora
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.random_models import build, cases, kind
 from tests.small import gpt2, llama
 

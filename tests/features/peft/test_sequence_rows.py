@@ -10,8 +10,8 @@ import torch
 import autopar
 from autopar.integrations import add_adapter
 from tests.features.peft.adapted import batch, peft, randomise_adapters, same_training, whole_of, with_lora
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import llama
 
 SP = {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}}

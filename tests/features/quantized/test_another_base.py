@@ -14,9 +14,9 @@ from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.offline import merge_checkpoint
 from autopar.checkpoint.state import state_of
 from autopar.errors import CheckpointError, ConfigError
+from tests.exchange import raises_everywhere
 from tests.features.quantized.models import adapted, quantized
-from tests.pool import pooled
-from tests.worlds import raises_everywhere
+from tests.harness.worlds import pooled
 
 
 @contextlib.contextmanager

@@ -17,12 +17,12 @@ import autopar
 from autopar.errors import ConfigError
 from autopar.features.quantized.files import Mxfp4
 from autopar.storage.lazy_tensor import InMemory
+from tests.exchange import raises_everywhere
 from tests.features.quantized.folders import say, write_fp8, write_mxfp4
 from tests.features.quantized.models import FAMILIES, batches, write
 from tests.features.quantized.test_loading import MESHES
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
-from tests.worlds import raises_everywhere
 
 
 def check_plain(kind: Any, folder: Path, how: Any) -> Path:

@@ -15,11 +15,11 @@ import autopar
 from autopar.errors import CheckpointError
 from autopar.storage.files import RangeFile
 from autopar.stored import stored_weights
+from tests.exchange import raises_everywhere
 from tests.features.quantized.models import FAMILIES, FORMS, batches, how, quantized
 from tests.features.quantized.test_loading import MESHES, same
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
-from tests.worlds import raises_everywhere
 
 peft = pytest.importorskip("peft")
 FILE = "model.safetensors"

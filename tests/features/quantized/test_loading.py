@@ -14,8 +14,8 @@ from autopar.stored import stored_weights
 from tests.features.peft.adapted import randomise_adapters, whole_of, with_lora
 from tests.features.quantized.models import FORMS, batches, how, quantized, write
 from tests.features.quantized.test_training import gradients
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 
 peft = pytest.importorskip("peft")
 MESHES: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {}]

@@ -14,11 +14,11 @@ from torch import nn
 
 import autopar
 from autopar.errors import CheckpointError, ConfigError
+from tests.exchange import raises_everywhere
 from tests.features.peft.adapted import whole_of
 from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, quantized
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
-from tests.worlds import raises_everywhere
 
 peft = pytest.importorskip("peft")
 functional = pytest.importorskip("bitsandbytes.functional")

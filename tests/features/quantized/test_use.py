@@ -15,11 +15,11 @@ from autopar.cli import app
 from autopar.cli.split import split_checkpoint
 from autopar.errors import ConfigError
 from autopar.stored import as_plain
+from tests.exchange import raises_everywhere
 from tests.features.quantized.models import adapted, batches, bitsandbytes, quantized
 from tests.features.quantized.test_training import gradients
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
-from tests.worlds import raises_everywhere
 
 IDS = batches(1)[0]["input_ids"]
 

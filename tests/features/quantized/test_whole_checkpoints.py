@@ -15,7 +15,7 @@ from autopar.cli import app
 from tests.features.quantized.models import FORMS, batches, how, quantized
 from tests.features.quantized.test_loading import MESHES, same, written
 from tests.features.quantized.test_use import let_pack
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 
 
 def equal_files(folder: Path, due: Path) -> None:

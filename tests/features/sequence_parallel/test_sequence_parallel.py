@@ -13,9 +13,9 @@ import autopar
 from autopar.distributed.collectives import even_layout
 from tests.data_parallel.test_zero import OPTIMIZERS, train
 from tests.exchange import same_random_states
+from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches, randomise, whole
 from tests.pipeline_parallel.oracle import check_pipeline
-from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
 

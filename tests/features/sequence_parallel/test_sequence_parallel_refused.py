@@ -7,11 +7,11 @@ from torch import nn
 import autopar
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches
-from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 SIZES = {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}}
 

@@ -23,10 +23,10 @@ from transformers import (
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_gradients
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches, whole
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 Seen = list[tuple[str, torch.Tensor]]
 

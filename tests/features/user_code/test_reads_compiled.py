@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from autopar.features.user_code.reads import unwatch
 from tests.features.user_code.test_reads import IDS, silent
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import llama, parallel
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 import autopar
 from autopar.features.user_code.reads import switch
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import llama
 
 IDS = torch.arange(36).view(4, 9) % 131
