@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.machine import ROOT, code_digest
 from tests.features.context_parallel.meshes import MESHES, compare
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.random_models import Case
 from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT
 from tests.test_every_policy import WHOLE, _main

@@ -24,8 +24,8 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy, supported_model_types
 from autopar.tools.derivation.derive import derive
+from tests.harness.worlds import pooled
 from tests.parity import check
-from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind
 
 _TP = 2

@@ -38,7 +38,7 @@ from autopar.tools.verification.batches import make_batches
 from autopar.tools.verification.report import Row, VerificationReport
 from autopar.tools.verification.small_models import build_small
 from benchmarks.derived_policies import main_case
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.random_models import batches as batches_of, build, of_type
 
 _AXES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "cp": "context_parallel_size"}

@@ -1,6 +1,6 @@
 """Settings of the whole test run: a clean environment, one thread, tiers."""
 
-import tests.environment  # noqa: F401 - cleans the environment, before others read it
+import tests.harness.environment  # noqa: F401 - cleans the environment, before others read it
 
 # isort: split
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.tier_run import TierRun, add_options
+from tests.harness.tier_run import TierRun, add_options
 
 torch.set_num_threads(1)
 

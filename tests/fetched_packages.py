@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.worlds import distributed
+from tests.harness.worlds import distributed
 
 _CACHE = Path(__file__).parents[1] / ".cache"
 

@@ -14,10 +14,10 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.tensor_parallel.hooks import reuses_cache
 from benchmarks.traffic import record
 from tests.compare import same_weights
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import raises_everywhere
 
 
 @pytest.mark.tier("test")

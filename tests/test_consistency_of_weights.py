@@ -5,11 +5,10 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import CheckpointError, ConsistencyError
-from tests.exchange import everyones
+from tests.exchange import everyones, raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import raises_everywhere
 
 
 def _train(model, steps: int, skip: int | None = None):

@@ -27,8 +27,9 @@ from autopar.policy.files import policy_files, policy_folder
 from autopar.policy.load import load_policies, own_policies
 from autopar.policy.match import find_policy, supported_model_types
 from autopar.policy.schema import SUPPORTED
+from tests.exchange import by_rank_0
+from tests.harness.worlds import pooled
 from tests.parity import check
-from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
 from tests.refused_types import (
     LATE_IN_CONTEXT,
@@ -39,7 +40,6 @@ from tests.refused_types import (
     ROWS_ON_FOUR,
 )
 from tests.representatives import IN_EVERY_RUN, REPRESENTATIVES, every_fourth, first_types, one_of_each_structure
-from tests.worlds import by_rank_0
 
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}

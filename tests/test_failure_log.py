@@ -18,10 +18,9 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import Process
 from autopar.errors import PipelineError
-from tests.pool import pooled
+from tests.harness.worlds import distributed, pooled
 from tests.small import gpt2
 from tests.timeouts import TIMEOUT, hurry, say, wait_for
-from tests.worlds import distributed
 
 
 def test_this_process_is_alive():

@@ -17,8 +17,8 @@ import autopar
 from autopar.errors import ConfigError, ConsistencyError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
+from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches, whole
-from tests.pool import pooled
 from tests.scripts import printed
 from tests.small import gpt2, llama, parallel
 

@@ -11,8 +11,8 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
 import autopar
 from autopar.errors import ConfigError
+from tests.harness.worlds import pooled
 from tests.parity import whole
-from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, lazily, llama, parallel
 

@@ -10,7 +10,7 @@ from autopar.distributed.axis import MeshSizes
 from autopar.distributed.mesh import MPU, rank_groups
 from autopar.distributed.process import Accelerator
 from autopar.errors import ConfigError
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2
 
 

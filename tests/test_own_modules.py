@@ -16,9 +16,9 @@ import autopar
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.checkpoint.shards import check_checkpoint
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError
+from tests.harness.worlds import pooled
 from tests.own_modules import GPT, GPT_POLICY, Block, gpt, tokens
 from tests.parity import check, close
-from tests.pool import pooled
 
 
 def parallel(model: Any, tp: int = 1, pp: int = 1, policy: Any = GPT_POLICY, **rest: Any) -> Any:

@@ -17,8 +17,8 @@ import autopar
 from autopar.compat import patches
 from autopar.errors import ConfigError
 from autopar.swap import bind, mixed_class, plain_class, swap, unbind, unswap
+from tests.harness.worlds import distributed
 from tests.small import gpt2, parallel
-from tests.worlds import distributed
 
 
 def test_a_module_is_changed_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ import autopar
 from autopar.cli import app
 from autopar.policy.files import policy_folder
 from autopar.policy.match import supported_model_types
+from tests.harness.worlds import distributed
 from tests.own_modules import GPT_POLICY
 from tests.small import gpt2, llama
-from tests.worlds import distributed
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("policy_command.yaml").read_text())
 POLICY = DATA["policy"]

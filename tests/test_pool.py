@@ -18,11 +18,11 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
-from tests import worlds
-from tests.pool import pooled
+from tests.exchange import by_rank_0, raises_everywhere
+from tests.harness import worlds
+from tests.harness.worlds import pooled
 from tests.rehearsals import _of_plan, _once
 from tests.small import gpt2
-from tests.worlds import by_rank_0, raises_everywhere
 
 
 @pooled(world_size=2)

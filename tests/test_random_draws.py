@@ -13,8 +13,8 @@ from autopar.tensor_parallel import apply
 from autopar.tensor_parallel.apply import draw_seeds_alike
 from autopar.tools.verification.recording import recording_of
 from tests.exchange import everyones
+from tests.harness.worlds import pooled
 from tests.parity import close, whole
-from tests.pool import pooled
 from tests.random_models import Case, batches, build
 from tests.small import gpt2, llama, parallel
 

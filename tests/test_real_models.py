@@ -12,9 +12,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.cli.split import split_checkpoint
+from tests.harness.worlds import distributed
 from tests.parity import close
 from tests.small import parallel
-from tests.worlds import distributed
 
 pytestmark = [pytest.mark.tier("all"), pytest.mark.together]
 

@@ -20,8 +20,8 @@ from autopar.config import ParallelConfig
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.features.activation_checkpointing import setup as activation_checkpoint
 from autopar.features.activation_checkpointing.setup import Tape
+from tests.harness.worlds import pooled
 from tests.parity import all_close, language_batches, whole
-from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
 from tests.three_steps import IDS, Case, case, mixtral, trained

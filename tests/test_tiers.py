@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from tests.changed import changed_files, reached
-from tests.environment import SET, cleaned
+from tests.harness.environment import SET, cleaned
+from tests.harness.tier_run import TierRun, grown, read_durations, shown, speed, write_durations
+from tests.harness.tiers import MOST, TIERS, beyond, never_met, tier_of
 from tests.scripts import ROOT, python
-from tests.tier_run import TierRun, grown, read_durations, shown, speed, write_durations
-from tests.tiers import MOST, TIERS, beyond, never_met, tier_of
 
 TIER = pytest.mark.tier
 A, B = "tests/test_a.py", "tests/test_b.py"
@@ -86,7 +86,7 @@ def test_a_tier_that_has_grown_is_named_on_a_slow_machine_too() -> None:
     taken, allowed = shown(130 * seconds), shown(TIERS["test"].seconds)
     assert line == (
         f"error: the tests of make test take {taken}, and may take {allowed} (measured at 3.0 x the seconds in "
-        "tests/durations.json). Make them quicker, move some to a later tier, or raise it in tests/tiers.py."
+        "tests/durations.json). Make them quicker, move some to a later tier, or raise it in tests/harness/tiers.py."
     )
 
 

@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 import autopar
 from tests.compare import same_gradients, same_weights
 from tests.docs.test_coming_from import POLICY
+from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 OPTIMIZERS = {

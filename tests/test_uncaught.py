@@ -19,12 +19,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import autopar
 from autopar.distributed.failures import shorten_uncaught
 from autopar.errors import AutoparError, ConfigError, PipelineError
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled, spawn
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.scripts import ROOT, torchrun
 from tests.small import gpt2, parallel
-from tests.tiers import mainly
-from tests.worlds import spawn
 
 ENDS = {
     "raises": (ValueError("sample 17 is damaged"), "rank 1 said: ValueError: sample 17 is damaged"),

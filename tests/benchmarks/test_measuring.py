@@ -12,7 +12,7 @@ from benchmarks.models import build, tokens
 from benchmarks.ranks import RanksTimeout, run_ranks
 from benchmarks.step import ROWS, greedy
 from benchmarks.tensor_memory import peak_of
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 
 FAMILY, SIZE = ROWS["tiny"]
 

@@ -21,8 +21,8 @@ from autopar.checkpoint.random_states import choose
 from tests.checkpoint.loading import counted_bytes
 from tests.checkpoint.tiny import assert_same_files, moment, stored_is, with_moments
 from tests.exchange import everyones
+from tests.harness.worlds import pooled
 from tests.pipeline_parallel.deep import deep
-from tests.pool import pooled
 from tests.random_models import build as build_type, cases
 from tests.small import gpt2, llama, parallel
 

@@ -33,9 +33,9 @@ from tests.checkpoint.tiny import (
     tiny,
     with_moments,
 )
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import PRELOAD, join, pooled
 from tests.small import gpt2, parallel
-from tests.worlds import PRELOAD, join, raises_everywhere
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from autopar.checkpoint.shards import ShardReader, check_checkpoint
 from autopar.storage.safetensors_io import dtype_of, nbytes
 from tests.checkpoint.hybrid import Mesh, Run, assert_same
 from tests.checkpoint.tiny import contents
+from tests.exchange import raises_everywhere
 from tests.features.experts.mixtures import close, mixtral
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 OF_FOUR = [*(Mesh(1, 1, zero) for zero in range(4)), *(Mesh(2, 1, zero) for zero in (2, 3)), Mesh(4, 1)]
 OF_FOUR += [Mesh(1, 2), Mesh(1, 2, 1), Mesh(2, 2)]

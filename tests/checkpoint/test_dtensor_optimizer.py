@@ -31,8 +31,8 @@ from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
 from tests.checkpoint.hybrid import groups_of
 from tests.checkpoint.tiny import local, make_plan, same, tiny
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 MODELS = {  # in float64; transformers computes the loss in float32

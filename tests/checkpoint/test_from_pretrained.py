@@ -32,10 +32,10 @@ from autopar.cli.split import split_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from tests.checkpoint.loading import both, logged, same, shared, tp
 from tests.checkpoint.refusals import refusals
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 TYPES = ["gpt2", "llama", "mixtral", "qwen2_moe", "bert", "t5", "bart", "dinov2", "gpt_neox", "phi3", "mllama"]
 TYPES += ["deepseek_v3", "qwen2_vl", "mamba2", "clip"]

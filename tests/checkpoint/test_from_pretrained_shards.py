@@ -34,13 +34,13 @@ from autopar.storage.files import RangeFile
 from autopar.storage.progress import hidden_bars
 from tests.checkpoint.hybrid import batch_of, same as same_tensor
 from tests.checkpoint.loading import counted_bytes, logged, same, saved, shared, tp
+from tests.exchange import raises_everywhere
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled
 from tests.parity import close
 from tests.pipeline_parallel.deep import deep
-from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, lazily, llama
-from tests.tiers import mainly
-from tests.worlds import raises_everywhere
 
 
 @pooled(world_size=2)

@@ -20,13 +20,13 @@ from autopar.cli import app
 from autopar.cli.checkpoints import _summary
 from autopar.errors import CheckpointError
 from tests.checkpoint.hybrid import OF_FOUR, OF_TWO, Mesh, Run, adamw, assert_same, batch_of, groups_of, warm_up
+from tests.exchange import raises_everywhere
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled
 from tests.parity import close
 from tests.pipeline_parallel.deep import deep
 from tests.pipeline_parallel.oracle import take_step
-from tests.pool import pooled
 from tests.small import gpt2
-from tests.tiers import mainly
-from tests.worlds import raises_everywhere
 
 NAMES = mainly("gpt2", "llama", "bert", "t5", later="sweep")
 

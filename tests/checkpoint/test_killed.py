@@ -19,7 +19,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import local, same, state_tensors, tiny, with_moments
-from tests.worlds import spawn
+from tests.harness.worlds import spawn
 
 
 def fill(model: Any, number: int) -> torch.optim.Optimizer:

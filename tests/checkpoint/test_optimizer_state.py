@@ -35,8 +35,8 @@ from tests.checkpoint.optimizers import (
 )
 from tests.checkpoint.refusals import refusals
 from tests.checkpoint.tiny import places
+from tests.harness.tiers import in_tier
 from tests.small import gpt2
-from tests.tiers import in_tier
 
 FIRST = ["momentum", "AdamW", "ASGD", "Rprop", "Muon"]
 

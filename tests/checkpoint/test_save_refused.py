@@ -38,9 +38,8 @@ from tests.checkpoint.tiny import (
     same,
     tiny,
 )
-from tests.pool import pooled
+from tests.harness.worlds import distributed, pooled, spawn
 from tests.small import gpt2, parallel
-from tests.worlds import distributed, spawn
 
 
 @pytest.mark.tier("test")

@@ -23,9 +23,9 @@ from tests.checkpoint.loading import shared
 from tests.checkpoint.refusals import refusals
 from tests.checkpoint.test_plain_data import same
 from tests.checkpoint.tiny import local as tensors_of, rewrite_manifest, state_tensors
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.small import gpt2, parallel
-from tests.worlds import raises_everywhere
 
 
 def extra_of_the_user() -> dict[str, Any]:

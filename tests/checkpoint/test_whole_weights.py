@@ -21,11 +21,10 @@ from transformers.utils import hub
 
 import autopar
 from autopar.errors import CheckpointError, ConfigError, ConsistencyError
-from tests.exchange import everyones
-from tests.pool import pooled
+from tests.exchange import everyones, raises_everywhere
+from tests.harness.worlds import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 SECTIONS: dict[str, Any] = {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {}, "zero3": {"zero": {"stage": 3}}}
 INSTEAD = r"save_parallelized\(dir, merge_checkpoints=True\)"

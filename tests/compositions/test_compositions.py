@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from tests.compositions.compare import compare
 from tests.compositions.draw import MODEL_TYPES, Composition, draw
-from tests.pool import pooled
-from tests.tiers import in_tier
+from tests.harness.tiers import in_tier
+from tests.harness.worlds import pooled
 
 
 def body(composition: Composition) -> None:

@@ -6,8 +6,8 @@ import autopar
 from autopar.distributed.process import Accelerator
 from autopar.features.activation_checkpointing import setup as activations
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.small import gpt2
 
 CONFIG = {"model_parallelism": {"tensor_parallel_size": 2}, "activation_checkpointing": {"cpu_checkpointing": True}}

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_weights
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import all_close, language_batches
 from tests.pipeline_parallel.oracle import take_step
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 
 def parallel(plain: torch.nn.Module, **sizes: int) -> Any:

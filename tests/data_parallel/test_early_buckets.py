@@ -11,8 +11,8 @@ from torch import nn
 
 import autopar
 from autopar.data_parallel import grad_sync
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 IDS = torch.randint(0, 131, (12, 9), generator=torch.Generator().manual_seed(5))

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import autopar
 from tests.data_parallel.test_precision import IDS, start
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2
 
 

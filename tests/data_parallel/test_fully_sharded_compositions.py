@@ -20,13 +20,13 @@ import autopar
 from autopar.data_parallel import fully_sharded
 from autopar.data_parallel.fully_sharded import blocks_of
 from autopar.errors import ConfigError
+from tests.exchange import raises_everywhere
 from tests.features.experts.mixtures import mixtral
+from tests.harness.worlds import pooled
 from tests.parity import close, randomise, whole
 from tests.pipeline_parallel.deep import deep
 from tests.pipeline_parallel.oracle import take_step
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 
 def _sgd(model: Any) -> torch.optim.Optimizer:

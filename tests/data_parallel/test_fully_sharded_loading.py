@@ -22,8 +22,8 @@ from autopar.storage.hugging_face import Sketch
 from autopar.tools.compat.operators import in_parts
 from tests.checkpoint.loading import shared
 from tests.features.experts.mixtures import mixtral
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, lazily, llama
 
 

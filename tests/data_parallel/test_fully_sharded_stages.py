@@ -17,13 +17,13 @@ import autopar
 from autopar.compat.tensors import TorchDispatchMode
 from autopar.config.sections import SCHEDULES
 from autopar.errors import ConfigError, ConsistencyError
+from tests.exchange import raises_everywhere
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled, spawn
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.deep import deep
 from tests.pipeline_parallel.oracle import take_step
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.tiers import mainly
-from tests.worlds import raises_everywhere, spawn
 
 MODELS = {"gpt2": lambda: gpt2(n_layer=4), "llama": lambda: llama(num_hidden_layers=4)}
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 

@@ -13,9 +13,9 @@ from autopar.data_parallel.grad_sync import sum_gradients
 from autopar.distributed.axis import Axis
 from tests.compare import same_weights
 from tests.data_parallel.test_fully_sharded_compositions import adamw
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import take_step
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 

@@ -15,10 +15,10 @@ from autopar.config import ParallelConfig
 from autopar.data_parallel.optimizer_state import probe, stepping
 from autopar.errors import ConfigError, ConsistencyError
 from tests.data_parallel.whole_optimizers import ACROSS, MATRICES
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.small import gpt2
-from tests.worlds import raises_everywhere
 
 
 class Own(Optimizer):

@@ -12,12 +12,12 @@ from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import LossScale
 from autopar.errors import ConfigError
 from tests.checkpoint.loading import logged
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close
 from tests.pipeline_parallel.deep import deep
 from tests.pipeline_parallel.oracle import take_step
-from tests.pool import pooled
 from tests.small import gpt2
-from tests.worlds import raises_everywhere
 
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
 

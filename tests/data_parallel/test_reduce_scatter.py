@@ -16,11 +16,11 @@ from torch.nn.utils import clip_grad_norm_
 import autopar
 from autopar.data_parallel import grad_sync
 from autopar.errors import ConsistencyError
+from tests.exchange import raises_everywhere
 from tests.features.experts.mixtures import mixtral
+from tests.harness.worlds import pooled
 from tests.parity import all_close, close, whole
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 IDS = torch.randint(0, 131, (24, 8), generator=torch.Generator().manual_seed(3))
 

@@ -26,11 +26,11 @@ from tests.data_parallel.whole_optimizers import (
     set_gradients,
     train,
 )
+from tests.exchange import raises_everywhere
 from tests.features.experts.module_mixtures import nllb
+from tests.harness.worlds import pooled
 from tests.parity import randomise
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 SHARDED = {"optimizer": {"full_matrix": "sharded"}}
 

@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import ConsistencyError, PipelineError
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled, spawn
 from tests.parity import language_batches
 from tests.pipeline_parallel.oracle import take_step
-from tests.pool import pooled
 from tests.small import gpt2
 from tests.timeouts import TIMEOUT, say, wait_for
-from tests.worlds import raises_everywhere, spawn
 
 
 def _model(tp: int = 1, **sections: object) -> torch.nn.Module:

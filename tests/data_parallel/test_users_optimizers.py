@@ -16,11 +16,11 @@ import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
 from tests.data_parallel.test_precision import IDS, by_hand, start
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
 from tests.pipeline_parallel.oracle import take_step
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 TP, PP = ({"model_parallelism": {f"{kind}_parallel_size": 2}} for kind in ("tensor", "pipeline"))
 ZERO, CLIPPING = {"zero": {"stage": 1}}, {"gradient_clipping": 0.5}

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 IDS = torch.arange(72).view(4, 18) % 131
 Change = Callable[[Any], Any]

@@ -24,7 +24,7 @@ from tests.data_parallel.whole_optimizers import (
     set_gradients,
     train,
 )
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama
 
 

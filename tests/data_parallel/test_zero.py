@@ -12,10 +12,10 @@ import autopar
 from autopar.data_parallel.whole_parameters import assign
 from autopar.errors import ConfigError
 from tests.compare import same_weights
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
 

@@ -25,8 +25,8 @@ from tests.derivation.odd_model import (
     Unpredictable,
 )
 from tests.derivation.tricky_models import TrickyConfig, TrickyModel
+from tests.harness.worlds import pooled
 from tests.parity import check, language_batches, randomise
-from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.representatives import first_types
 

@@ -14,7 +14,7 @@ from autopar.cli import app
 from autopar.errors import ConfigError
 from autopar.policy.load import read_user_policy
 from autopar.tools.verification import verify
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 
 ODD = Path(__file__).with_name("odd_model.py")
 

@@ -22,10 +22,9 @@ from autopar.distributed.agree import all_ranks, barrier, differences, rank_zero
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import name_of_attempt
 from autopar.errors import CheckpointError, ConfigError, ConsistencyError
-from tests.exchange import everyones
-from tests.pool import pooled
+from tests.exchange import everyones, raises_everywhere
+from tests.harness.worlds import pooled, spawn
 from tests.small import gpt2
-from tests.worlds import raises_everywhere, spawn
 
 
 @pooled(world_size=3)

@@ -14,11 +14,10 @@ import autopar
 from autopar.distributed.axis import MeshSizes
 from autopar.distributed.mesh import MPU, rank_groups
 from autopar.errors import ConfigError, ConsistencyError
-from tests.exchange import everyones
+from tests.exchange import everyones, raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import all_close, close, language_batches, whole
-from tests.pool import pooled
 from tests.small import gpt2
-from tests.worlds import raises_everywhere
 
 
 def _config(cp: int, tp: int = 1, pp: int = 1, **sections: object) -> dict[str, object]:

@@ -18,11 +18,11 @@ import autopar
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
 from autopar.tensor_parallel import regions
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 from tests.three_steps import mixtral
-from tests.worlds import raises_everywhere
 
 # Autograd functions that communicate nothing.
 _LOCAL = {"autopar.tools.planner.storages._Attention", "autopar.features.experts.module_experts._Present"}

@@ -12,9 +12,9 @@ from autopar.distributed.collectives import copy, gather_sum, reduce, reduce_sca
 from autopar.distributed.gloo_collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from tests.pool import pooled
+from tests.harness.tiers import in_tier, mainly
+from tests.harness.worlds import pooled
 from tests.small import llama
-from tests.tiers import in_tier, mainly
 
 RANKS = [*mainly(2, 3, 5), *in_tier("sweep", [4])]
 SHAPES: list[tuple[int, ...]] = [(), (1, 1, 512), (3, 5, 7), (2, 0, 3), (7_001,)]

@@ -8,8 +8,8 @@ import torch
 import autopar
 from autopar.distributed import autograd_functions
 from autopar.distributed.axis import Axis
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 

@@ -9,7 +9,7 @@ import runpy
 import pytest
 
 from tests.docs.pages import DOCS, same
-from tests.tiers import in_tier
+from tests.harness.tiers import in_tier
 
 PAGE = DOCS / "models.md"
 SCRIPT = runpy.run_path(str(DOCS / "figures" / "checkpoints.py"))

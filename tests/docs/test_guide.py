@@ -22,11 +22,10 @@ from autopar.tools.verification.outputs import TOLERANCES
 from autopar.tools.verification.small_models import randomise
 from autopar.tools.verification.verify import CHECKS
 from tests.docs.pages import DOCS, ROOT, Code, codes, section
+from tests.harness.worlds import distributed, pooled
 from tests.parity import check, language_batches
-from tests.pool import pooled
 from tests.tutorials.run_scripts import run_script
 from tests.verification.faults import FAULTS
-from tests.worlds import distributed
 
 PAGE = DOCS / "policies.md"
 START, END = "## Your first policy in ten minutes", "## From a policy that exists"

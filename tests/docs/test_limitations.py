@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from tests.docs.pages import DOCS, section
+from tests.harness.worlds import distributed
 from tests.small import gpt2, parallel
-from tests.worlds import distributed
 
 
 @distributed(world_size=2)

@@ -26,7 +26,7 @@ from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, gigabytes, on_host, rehearsed, search
 from tests.docs.pages import DOCS, codes, same
-from tests.tiers import in_tier
+from tests.harness.tiers import in_tier
 
 PAGE = DOCS / "planner.md"
 SIZES: dict[str, dict[str, Any]] = {

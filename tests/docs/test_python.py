@@ -29,10 +29,10 @@ from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, codes
 from tests.features.generation.test_text_generation import tokenizer
 from tests.features.peft.adapted import batch
+from tests.harness.worlds import distributed
 from tests.integrations.runs import Sequences, launched
 from tests.parity import close
 from tests.small import gpt2, llama
-from tests.worlds import distributed
 
 
 def blocks(page: Path) -> list[str]:

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from benchmarks import tables
 from benchmarks.results import FOLDER, STALE, read_all
 from tests.docs.pages import README, codes
+from tests.harness.worlds import distributed
 from tests.small import gpt2
-from tests.worlds import distributed
 
 WORDS = ("the", "rank", "holds", "a", "shard", "of", "each", "weight", "and", "stages", "pass", "activations", "on")
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.report import BOTH, TWO_HOSTS
 from tests.gpu import simulated
-from tests.pool import pooled
-from tests.worlds import distributed, over_ranks
+from tests.harness.worlds import distributed, over_ranks, pooled
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device needs g++")
 

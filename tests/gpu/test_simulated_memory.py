@@ -13,9 +13,9 @@ from transformers import StaticCache
 import autopar
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.test_simulated_training import MESHES, UNCHECKED, share, step
+from tests.harness.tiers import mainly
 from tests.rehearsal.programs import mamba
 from tests.small import llama
-from tests.tiers import mainly
 
 pytestmark = needs_compiler
 

@@ -11,8 +11,8 @@ from autopar.checkpoint.dtensor import to_dtensor_training_state
 from autopar.errors import CheckpointError, ConfigError
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.test_simulated_training import MESHES, UNCHECKED, share, step
+from tests.harness.tiers import in_tier
 from tests.small import llama
-from tests.tiers import in_tier
 
 pytestmark = needs_compiler
 

@@ -13,8 +13,8 @@ from tests.gpu.host_waits import waits
 from tests.gpu.stream_order import Orders, orders
 from tests.gpu.test_simulated_memory import averages, started
 from tests.gpu.test_simulated_training import MESHES, UNCHECKED, share, step
+from tests.harness.tiers import mainly
 from tests.small import llama
-from tests.tiers import mainly
 
 pytestmark = needs_compiler
 

@@ -15,10 +15,10 @@ from tests.gpu import simulated
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.host_waits import Wait, waits
 from tests.gpu.test_shared_gpu import ON_TWO
+from tests.harness.tiers import mainly
 from tests.parity import close
 from tests.small import llama
 from tests.three_steps import mixtral, trained
-from tests.tiers import mainly
 
 pytestmark = needs_compiler
 

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.integrations.runs import Sequences
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, grouped
-from tests.worlds import raises_everywhere
 
 PARALLEL = {"model_parallelism": {"tensor_parallel_size": 2}}
 

@@ -16,9 +16,9 @@ import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
 from tests.fetched_packages import need_package, put_on_path
+from tests.harness.worlds import distributed
 from tests.parity import close, language_batches
 from tests.small import gpt2, grouped
-from tests.worlds import distributed
 
 LIMIT = 0.5
 

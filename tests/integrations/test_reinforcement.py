@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import ConfigError, ConsistencyError
-from tests.exchange import everyones
+from tests.exchange import everyones, raises_everywhere
 from tests.fetched_packages import with_package
+from tests.harness.tiers import mainly
 from tests.integrations import trl_runs
 from tests.integrations.runs import launched
 from tests.integrations.trl_runs import compare, config, data, even_words, history, save_model, trainer_of
-from tests.tiers import mainly
-from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
 

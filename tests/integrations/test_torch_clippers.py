@@ -11,10 +11,10 @@ from torch.nn.utils import clip_grad_norm_ as imported_before, clip_grad_value_,
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_gradients, same_weights
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import distributed, pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, grouped, parallel
-from tests.worlds import distributed, raises_everywhere
 
 
 def with_gradients(build, tp=2, **config):

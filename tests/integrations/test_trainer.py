@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, Trainer
 
 from autopar.errors import ConfigError, ShardWarning
-from tests.exchange import everyones
+from tests.exchange import everyones, raises_everywhere
 from tests.features.experts.mixtures import mixtral
+from tests.harness.tiers import rows
+from tests.harness.worlds import pooled
 from tests.integrations.runs import (
     arguments,
     assert_same,
@@ -25,11 +27,8 @@ from tests.integrations.runs import (
     one_process,
     samples,
 )
-from tests.pool import pooled
 from tests.random_models import small
 from tests.small import llama
-from tests.tiers import rows
-from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.features.peft.adapted import peft, with_lora
+from tests.harness.worlds import pooled
 from tests.integrations.runs import assert_same, assert_same_weights, facts, history, launched, one_process
 from tests.integrations.test_trainer import trainer_of
 from tests.integrations.test_trainer_checkpoints import SAVED, loss_of
-from tests.pool import pooled
 from tests.small import llama
 
 pytest.importorskip("accelerate")

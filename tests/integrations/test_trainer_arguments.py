@@ -11,12 +11,12 @@ from transformers import Trainer
 
 import autopar
 from autopar.errors import ConfigError
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.integrations.runs import arguments, collate, history, launched, metrics, samples
 from tests.integrations.test_trainer import trainer_of
-from tests.pool import pooled
 from tests.scripts import printed
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
 

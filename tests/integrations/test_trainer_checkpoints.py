@@ -9,11 +9,11 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from autopar.errors import CheckpointError, ConsistencyError
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.integrations.runs import arguments, collate, history, launched, samples
 from tests.integrations.test_trainer import trainer_of
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from transformers.trainer_utils import EvalPrediction
 
+from tests.harness.worlds import pooled
 from tests.integrations.runs import BATCH, arguments, collate, launched, metrics, samples
-from tests.pool import pooled
 from tests.random_models import small
 from tests.small import llama
 

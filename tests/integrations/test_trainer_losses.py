@@ -11,9 +11,9 @@ from transformers import Trainer, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import autopar
 from autopar.errors import ShardWarning
+from tests.harness.worlds import pooled
 from tests.integrations.runs import arguments, collate, history, launched, samples
 from tests.parity import close
-from tests.pool import pooled
 from tests.random_models import small
 from tests.small import llama
 

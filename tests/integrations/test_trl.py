@@ -7,11 +7,11 @@ import torch
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from autopar.errors import ConfigError
+from tests.exchange import raises_everywhere
 from tests.fetched_packages import with_package
 from tests.integrations.runs import launched
 from tests.integrations.trl_runs import compare, config, judge, save_model, trainer_of
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
 

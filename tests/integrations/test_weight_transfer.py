@@ -15,7 +15,7 @@ import torch.distributed as dist
 import autopar
 from autopar.errors import CheckpointError
 from autopar.integrations.weight_transfer import HttpEngine, WeightTransfer
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.tiers import TIERS
+from tests.harness.tiers import TIERS
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("faults.yaml")

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.harness.tiers import TIERS
 from tests.mutations.faults import ROOT, Fault, problems, read, tiers_of
-from tests.tiers import TIERS
 
 _LINKED = (".venv", ".cache")  # large, and no fault is planted there
 _counter = itertools.count(1)

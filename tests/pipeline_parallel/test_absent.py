@@ -15,8 +15,8 @@ from autopar.pipeline_parallel.outputs import Provenance, complete, incomplete
 from autopar.pipeline_parallel.p2p import Message
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from autopar.pipeline_parallel.stage_weights import Placeholder, make_placeholder
+from tests.harness.worlds import pooled
 from tests.parity import language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.timeouts import told_at_once
 

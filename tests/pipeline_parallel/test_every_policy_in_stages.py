@@ -14,11 +14,11 @@ from autopar.errors import AutoparError
 from autopar.plan.stages import elements_of
 from autopar.policy.load import own_policies
 from autopar.policy.match import find_policy, supported_model_types
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import distributed, pooled
 from tests.pipeline_parallel.oracle import check_pipeline
-from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind, of_type
 from tests.representatives import every_fourth, first_policies, one_of_each_structure
-from tests.worlds import distributed, raises_everywhere
 
 _TOO_FEW = "1 blocks cannot be split into 2 stages"
 _LAYERS = "later blocks or the head read outputs of earlier blocks, which leaves 1 groups"

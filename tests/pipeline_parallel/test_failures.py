@@ -14,12 +14,11 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError, UnsupportedModelError
 from autopar.features.megatron.schedules import get_forward_backward_func
+from tests.harness.tiers import mainly, rows
+from tests.harness.worlds import distributed, pooled
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
-from tests.pool import pooled
-from tests.tiers import mainly, rows
 from tests.timeouts import TIMEOUT, hurry, say, told_at_once, wait_for
-from tests.worlds import distributed
 
 LONG = 30  # where nobody waits for it
 SOON = 6

@@ -11,11 +11,11 @@ import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.tools.commands.models import of_task
 from autopar.tools.verification.small_models import build_small
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches, randomise
 from tests.pipeline_parallel.deep import NAMES, deep
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 
 def _both(name: str, *, pp: int = 2, tp: int = 1, layers: int = 3, **pipeline: Any) -> tuple[Any, Any]:

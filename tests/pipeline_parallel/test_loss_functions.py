@@ -16,12 +16,12 @@ import autopar
 from autopar.errors import ConfigError, PipelineError
 from autopar.pipeline_parallel.microbatch import OwnLoss
 from tests.compare import same_gradients
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import distributed, pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.random_models import Case, batches, build
 from tests.small import llama
 from tests.timeouts import told_at_once
-from tests.worlds import distributed, raises_everywhere
 
 WEIGHTS = torch.linspace(0.2, 3.0, 131)
 

@@ -15,13 +15,13 @@ from autopar.errors import ConfigError, ShardWarning
 from autopar.pipeline_parallel.microbatch import OwnLoss, split
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from tests.compare import same_gradients
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors
-from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import Unshifted, gpt2, llama
 from tests.timeouts import told_at_once
-from tests.worlds import raises_everywhere
 
 
 def _config(pp: int = 1, tp: int = 1, **pipeline: Any) -> dict[str, Any]:

@@ -13,11 +13,11 @@ import autopar.pipeline_parallel.pipeline
 from autopar.distributed.failures import GRACE
 from autopar.errors import ConsistencyError, PipelineError
 from autopar.features.megatron.schedules import get_forward_backward_func
+from tests.harness.tiers import rows
+from tests.harness.worlds import distributed, spawn
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
-from tests.tiers import rows
 from tests.timeouts import TIMEOUT, hang_until, hurry, say, wait_for
-from tests.worlds import distributed, spawn
 
 LONG = 30  # where nobody waits for it
 

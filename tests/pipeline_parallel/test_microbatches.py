@@ -17,9 +17,9 @@ from autopar.errors import ConfigError
 from autopar.pipeline_parallel.microbatch import OwnLoss, batch_size, next_batch, sample_rows, split, weights_of
 from autopar.pipeline_parallel.outputs import find_cache, merge_outputs
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import close
 from tests.pipeline_parallel.deep import deep
-from tests.pool import pooled
 from tests.random_models import Case, batches, build, heads_of
 from tests.small import llama
 

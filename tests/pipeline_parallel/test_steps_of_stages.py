@@ -14,9 +14,9 @@ from torch import nn
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError, ShardWarning
 from tests.compare import same_weights
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import take_step
-from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.timeouts import told_at_once
 

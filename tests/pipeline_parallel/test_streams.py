@@ -13,8 +13,8 @@ from autopar.pipeline_parallel.stage_forward import Streams
 from autopar.tools.verification.session import switching
 from tests.compare import same_gradients
 from tests.exchange import everyones, same_random_states
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2
 from tests.timeouts import told_at_once
 

@@ -10,14 +10,13 @@ import torch
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_gradients, same_weights
-from tests.exchange import same_random_states
+from tests.exchange import raises_everywhere, same_random_states
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.deep import NAMES, deep
 from tests.pipeline_parallel.oracle import check_pipeline
-from tests.pool import pooled
 from tests.random_models import Case, batches, build
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 
 def _config(pp: int = 2, tp: int = 1, **pipeline: Any) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from autopar.features.context_parallel import plan as context_plan
 from autopar.features.sequence_parallel import plan as sequence_plan
 from autopar.tools.planner.model_states import ModelStates
 from autopar.tools.planner.planned_model import PlannedModel
+from tests.harness.worlds import pooled
 from tests.planner.saved_bytes import held_bytes
-from tests.pool import pooled
 from tests.random_models import Case, build, cases, kind
 from tests.representatives import REPRESENTATIVES, first_types
 

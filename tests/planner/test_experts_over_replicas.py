@@ -19,8 +19,8 @@ from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.network import Group
 from autopar.tools.planner.search import Space
 from autopar.tools.planner.stage_costs import Collective, travel_over
+from tests.harness.worlds import pooled
 from tests.planner.saved_bytes import SavedBytes, states_are_as_planned
-from tests.pool import pooled
 from tests.small import llama
 
 BATCH = 4

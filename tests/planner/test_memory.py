@@ -19,10 +19,10 @@ from autopar.tools.planner import planned_model
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.equal_blocks import BlockReplay, equal_blocks
 from autopar.tools.planner.planned_model import PlannedModel
+from tests.harness.worlds import pooled
 from tests.own_modules import GPT_POLICY, gpt
 from tests.pipeline_parallel.deep import deep
 from tests.planner.saved_bytes import states_are_as_planned
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 BATCH, SEQUENCE = 4, 16

@@ -17,7 +17,7 @@ from autopar.errors import ConfigError
 from autopar.plan.plan import summarise
 from autopar.tools import plot
 from autopar.tools.planner.hardware import gpu_of
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.scripts import python
 from tests.small import gpt2, llama, parallel
 

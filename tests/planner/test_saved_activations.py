@@ -17,11 +17,11 @@ import autopar
 from autopar.pipeline_parallel.engine import Engine
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.planned_model import PlannedModel
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled
 from tests.planner.saved_bytes import SavedBytes
-from tests.pool import pooled
 from tests.random_models import small
 from tests.small import gpt2, llama
-from tests.tiers import mainly
 
 BATCH, SEQUENCE = 4, 15
 _deep_gpt2, _deep_llama = functools.partial(gpt2, n_layer=4), functools.partial(llama, num_hidden_layers=4)

@@ -20,8 +20,8 @@ from autopar.plan.matching import all_scopes, matches_of
 from autopar.plan.plan import Plan
 from autopar.policy.load import own_policies
 from autopar.policy.schema import Policy, Rule
+from tests.harness.worlds import pooled
 from tests.parity import check
-from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind, of_type
 from tests.representatives import first_policies
 

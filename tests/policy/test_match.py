@@ -25,7 +25,7 @@ from autopar.policy.files import policy_folder
 from autopar.policy.load import load_policies, own_policies
 from autopar.policy.match import find_policy, model_inside, supported_model_types
 from autopar.policy.schema import Policy
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama
 
 TEXT = "match: {model_type: [gpt2, gpt3]%s}\nunits: {}\nblocks: {path: h, modules: {}}\n"

@@ -28,8 +28,8 @@ from autopar.policy.match import find_policy
 from autopar.tools.commands.policy_check import check_policy
 from autopar.tools.derivation.derive import derive
 from autopar.tools.verification import small_models
+from tests.harness.worlds import pooled
 from tests.parity import check, language_batches
-from tests.pool import pooled
 
 
 class OwnConfig(LlamaConfig):

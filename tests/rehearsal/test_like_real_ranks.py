@@ -10,9 +10,9 @@ import autopar
 from autopar.tensor_parallel import regions
 from autopar.tools.rehearsal.one_rank import Job, inputs_of, train
 from autopar.tools.rehearsal.trace import Call, Group, Recorder
-from tests.pool import pooled
+from tests.harness.tiers import in_tier, mainly
+from tests.harness.worlds import pooled
 from tests.rehearsal.programs import CASES, POLICIES, Case, case_of_type, config_of
-from tests.tiers import in_tier, mainly
 
 FIRST = (
     *("tp x dp", "pp x tp", "tp 4, sequence", "pp x dp, zero 3", "cp x tp", "experts of replicas", "interleaved"),

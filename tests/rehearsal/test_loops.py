@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import autopar
+from tests.harness.tiers import in_tier
 from tests.rehearsal.programs import llama
 from tests.rehearsal.test_rehearse import on_meta
-from tests.tiers import in_tier
 
 Loop = Callable[[Any, Any, dict[str, Any]], None]
 

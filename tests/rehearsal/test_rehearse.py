@@ -29,8 +29,8 @@ from autopar.cli import app
 from autopar.errors import ConfigError
 from autopar.tools.commands.models import add_lora
 from autopar.tools.compat.fake_world import SHARDS_OF_DTENSORS, World, fake_world, once_for_equal_tensors
+from tests.harness.tiers import mainly
 from tests.rehearsal.programs import SMALL, llama, mamba, mixtral, of_type
-from tests.tiers import mainly
 
 
 def on_meta(build: Any) -> Any:

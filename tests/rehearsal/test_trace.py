@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from autopar.cli import app
 from autopar.distributed.mesh import MPU
 from autopar.tools.rehearsal.trace import read
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 
 SCRIPT = """
 import torch

@@ -7,8 +7,8 @@ import torch
 from transformers import BartConfig, BartModel, PreTrainedModel
 
 import autopar
+from tests.harness.worlds import pooled
 from tests.parity import close, randomise
-from tests.pool import pooled
 from tests.random_models import Case, batches, build
 
 

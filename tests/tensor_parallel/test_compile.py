@@ -16,10 +16,10 @@ import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_gradients
 from tests.exchange import same_random_states
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches, reseed
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.tiers import mainly
 
 BUILD: dict[str, Callable[..., Any]] = {"llama": llama, "gpt2": gpt2}
 BLOCKS = {"backend": "aot_eager", "fullgraph": True}

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import autopar
 from tests.features.experts.mixtures import wholes
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.random_models import Case, batches, build
 
 _TEXT = {

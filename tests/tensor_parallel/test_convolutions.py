@@ -9,8 +9,8 @@ from torch import nn
 
 import autopar
 from autopar.errors import PolicyError
+from tests.harness.worlds import pooled
 from tests.parity import check
-from tests.pool import pooled
 from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, checked_plan, share, toy, toy_policy
 
 FFN = {"ffn": "ffn"}

@@ -17,8 +17,8 @@ from autopar.plan.plan import AttributePlan
 from autopar.policy.files import policy_folder
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
+from tests.harness.worlds import pooled
 from tests.policy.written import RIGHT
-from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.tensor_parallel.toys import MLP, MLP_RULES, toy, toy_policy
 

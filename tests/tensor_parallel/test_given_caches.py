@@ -15,8 +15,8 @@ from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForCondi
 from transformers.cache_utils import LinearAttentionLayer
 
 import autopar
+from tests.harness.worlds import pooled
 from tests.parity import close, randomise
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 Prefix = list[tuple[torch.Tensor, torch.Tensor]]

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification
 
 import autopar
+from tests.harness.worlds import pooled
 from tests.parity import all_close, close
-from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.three_steps import IDS, Case, case, mixtral, trained
 

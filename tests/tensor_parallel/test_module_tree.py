@@ -17,10 +17,10 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.matching import check_forwards
 from autopar.policy.match import find_policy
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import raises_everywhere
 
 IDS = torch.arange(10).view(2, 5)
 

@@ -15,8 +15,8 @@ from autopar.plan.units import UnitTable
 from autopar.policy.schema import UnitSpec
 from autopar.policy.yaml_reader import Where
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches, randomise
-from tests.pool import pooled
 from tests.small import llama
 
 IDS = torch.randint(5, 131, (4, 8), generator=torch.Generator().manual_seed(1))

@@ -9,8 +9,8 @@ import torch
 from autopar.distributed.axis import Axis
 from autopar.tensor_parallel import regions
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import check, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 BUILD: dict[str, Callable[..., Any]] = {"llama": llama, "gpt2": gpt2}

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from autopar.errors import PolicyError
+from tests.harness.worlds import pooled
 from tests.parity import check
-from tests.pool import pooled
 from tests.tensor_parallel.toys import Toy, ToyConfig, batches, checked_plan, filled, toy, toy_policy
 
 HEADS = {"heads": "heads"}

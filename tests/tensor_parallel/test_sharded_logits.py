@@ -21,8 +21,8 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.tensor_parallel import regions, sharded_logits
 from autopar.tensor_parallel.sharded_logits import ShardedLogits
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.random_models import small
 from tests.small import gpt2, llama, parallel
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import autopar
 from autopar.errors import ConsistencyError
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 VOCAB = 131

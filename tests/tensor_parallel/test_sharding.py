@@ -14,8 +14,8 @@ import autopar
 from autopar.errors import ConfigError, PolicyError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
+from tests.harness.worlds import pooled
 from tests.parity import check
-from tests.pool import pooled
 from tests.small import llama
 from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, checked_plan, share, toy, toy_policy
 

@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2Model, PretrainedConfig, PreTrainedMode
 
 import autopar
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError
+from tests.harness.worlds import pooled
 from tests.parity import check
-from tests.pool import pooled
 from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, checked_plan, filled, toy_policy
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.fetched_packages import with_package
+from tests.harness.tiers import mainly
+from tests.harness.worlds import distributed
 from tests.scripts import printed as python_prints, python
-from tests.tiers import mainly
 from tests.tutorials.run_scripts import run_script
-from tests.worlds import distributed
 from tutorials import offline
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ from autopar.cli import app
 from autopar.config import ParallelConfig
 from autopar.tools.verification.report import VerificationReport
 from autopar.tools.verification.verify import checks_of, run_on_ranks, verify_on_ranks
-from tests.pool import pooled
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled
 from tests.random_models import batches, build, cases
-from tests.tiers import mainly
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from autopar.policy.match import find_policy
 from autopar.tools.verification.report import VerificationReport
 from autopar.tools.verification.unit_rules import _contradicting, contradicting_layers
 from autopar.tools.verification.verify import checks_of, verify_on_ranks
+from tests.harness.worlds import pooled
 from tests.parity import language_batches, randomise
-from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.verification.faults import FAULTS, Fault, text_of
 

@@ -29,11 +29,10 @@ from autopar.features.sequence_parallel import plan as sequence_parallel
 from autopar.layout import rows_layout
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.tools.verification.outputs import floats_of, named, same_floats
-from tests.exchange import everyones
+from tests.exchange import by_rank_0, everyones
 from tests.parity import all_close, close, reseed, total_loss, whole
 from tests.pipeline_parallel.oracle import whole_tensors
 from tests.random_models import Case, batches, build, kind
-from tests.worlds import by_rank_0
 
 LENGTHS = (7, 16, 33)
 _UNEVEN, _FOR_FOUR = (6, 3), (8, 2)  # heads and KV heads: more to one rank than to another; fewer KV heads than ranks

@@ -16,9 +16,9 @@ from autopar.distributed import collectives
 from autopar.features.context_parallel import attention
 from autopar.layout import rows_layout
 from tests.features.context_parallel.meshes import MESHES, compare
+from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches
 from tests.pipeline_parallel.oracle import check_pipeline
-from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
 

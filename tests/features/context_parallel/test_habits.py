@@ -21,13 +21,13 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.tensor_parallel import sharded_logits
 from autopar.tensor_parallel.sharded_logits import ShardedLogits
 from tests.compare import same_gradients
+from tests.exchange import raises_everywhere
 from tests.features.context_parallel.test_exactness import made, sizes
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.tensor_parallel.test_sharded_logits import FROM_SHARDS, GATHERED
 from tests.tensor_parallel.test_sharded_logits_habits import HABITS
-from tests.worlds import raises_everywhere
 
 METHODS = ("ulysses", "gather")
 

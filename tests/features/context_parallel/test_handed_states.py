@@ -20,8 +20,8 @@ from autopar.features.context_parallel.recurrent.state_passing import HandedStat
 from autopar.layout import rows_layout
 from autopar.policy.match import find_policy
 from tests.features.context_parallel.test_exactness import KINDS, batches, made, packed, padded_left, sizes
+from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches
-from tests.pool import pooled
 from tests.random_models import Case, build
 
 

@@ -26,8 +26,8 @@ from autopar.layout import rows_layout
 from autopar.policy.match import find_policy
 from autopar.swap import swap
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
 

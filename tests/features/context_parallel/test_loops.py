@@ -15,8 +15,8 @@ from transformers import get_cosine_schedule_with_warmup
 import autopar
 from tests.compare import same_weights
 from tests.features.context_parallel.test_exactness import CAUSAL, made, sizes
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 STEPS, VOCAB = 4, 131

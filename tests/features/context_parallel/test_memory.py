@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import autopar
 from tests.features.context_parallel.test_exactness import Largest, made
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import llama
 
 ROWS, BATCH, VOCAB = 64, 2, 131

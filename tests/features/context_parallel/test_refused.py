@@ -17,12 +17,12 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.features.context_parallel.plan import check_sequence_parallel, plan_rows
 from autopar.policy.match import find_policy
 from tests.compare import same_gradients
+from tests.exchange import raises_everywhere
 from tests.features.context_parallel.test_exactness import sizes
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 
 def test_compile_and_modules_of_ones_own_and_all_rows_under_sequence_parallelism() -> None:

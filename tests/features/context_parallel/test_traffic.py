@@ -14,7 +14,7 @@ import autopar
 from benchmarks.traffic import Collective, record
 from tests.docs.pages import DOCS
 from tests.features.context_parallel.test_exactness import made, sizes
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import llama
 
 LAYERS, HEADS, HEAD_DIM, BATCH, LENGTH, BYTES = 2, 8, 4, 3, 32, 4

@@ -11,7 +11,7 @@ import autopar
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 from tests.exchange import everyones
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, parallel
 
 

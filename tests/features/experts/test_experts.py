@@ -23,9 +23,9 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from tests.features.experts import mixtures
+from tests.harness.worlds import pooled
 from tests.integrations.runs import launched
 from tests.parity import check, language_batches
-from tests.pool import pooled
 from tests.small import llama
 from tests.tensor_parallel.test_region_modules import MIXTURE_RULES, Mixture
 from tests.tensor_parallel.toys import ToyConfig, batches, checked_plan, toy, toy_policy

@@ -25,7 +25,7 @@ from tests.features.experts.mixtures import (
     wholes,
 )
 from tests.features.experts.module_mixtures import switch
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 
 
 @pytest.mark.tier("test", only=("all_to_all",))

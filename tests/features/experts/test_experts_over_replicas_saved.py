@@ -16,12 +16,11 @@ import autopar
 from autopar.checkpoint import ShardedDict
 from autopar.errors import CheckpointError, ConfigError, ConsistencyError, PipelineError
 from autopar.integrations.deepspeed import _check_mesh
+from tests.exchange import by_rank_0, raises_everywhere
 from tests.features.experts.mixtures import batches, close, mixtral, reference, train, wholes
 from tests.features.experts.module_mixtures import LISTED, listed, switch
-from tests.once import by_rank_0
-from tests.pool import pooled
+from tests.harness.worlds import distributed, pooled
 from tests.timeouts import hurry, say, wait_for
-from tests.worlds import distributed, raises_everywhere
 
 ZERO_3 = {"zero": {"stage": 3}}
 _STAGES = {"ep": 2, "pp": 2, "pipeline": {"num_microbatches": 2}}

@@ -16,9 +16,9 @@ from autopar.policy.schema import Policy
 from tests.exchange import everyones
 from tests.features.experts.mixtures import batches, close, compare, wholes
 from tests.features.experts.module_mixtures import LISTED, listed, nllb, switch
-from tests.pool import pooled
+from tests.harness.tiers import in_tier
+from tests.harness.worlds import pooled
 from tests.random_models import batches as random_batches, build, cases, kind, of_type
-from tests.tiers import in_tier
 
 _ALL_REDUCE = {"model_parallelism": {"expert_dispatch": "all_reduce"}}
 _TWO: dict[str, dict[str, Any]] = {

@@ -18,8 +18,8 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError
 from tests.features.experts.mixtures import mixtral
+from tests.harness.worlds import pooled
 from tests.parity import randomise
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11] * 20, [3], list(range(20, 60)), [5, 6, 7, 8, 9]]

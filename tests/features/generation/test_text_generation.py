@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import autopar
 from autopar.features.generation.generate import AgreedCriteria
 from tests.exchange import everyones
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import llama
 
 

@@ -15,9 +15,9 @@ from autopar.features.host_transport.transport import HostTransport
 from autopar.layout import Block, Layout
 from tests.compare import same_gradients
 from tests.distributed.test_gloo_collectives import same_on_all, values
-from tests.pool import pooled
+from tests.harness.tiers import in_tier, mainly
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama
-from tests.tiers import in_tier, mainly
 
 SUMMED = [
     torch.float32,

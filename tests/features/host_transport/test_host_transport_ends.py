@@ -20,11 +20,11 @@ from autopar.distributed.process import Process
 from autopar.errors import ConfigError, PipelineError
 from autopar.features.host_transport import transport as host_transport
 from autopar.features.host_transport.transport import HostTransport, _obstacle, _Offer, segment_bytes
+from tests.exchange import raises_everywhere
 from tests.features.host_transport.test_host_transport import axes_of
-from tests.pool import pooled
+from tests.harness.worlds import pooled, spawn
 from tests.small import gpt2
 from tests.transports import segments
-from tests.worlds import raises_everywhere, spawn
 
 
 @pytest.mark.tier("sweep")

@@ -21,8 +21,8 @@ from autopar.tensor_parallel import (
     load_full_state_dict,
     vocab_parallel_cross_entropy,
 )
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, llama
 
 WIDTH, HEADS, FFN, VOCAB = 20, 5, 13, 31  # none of them divides by 2 or 4

@@ -22,9 +22,9 @@ from autopar.features.megatron.toolbox import (
     vocab_range_from_global_vocab_size,
 )
 from autopar.layout import even_shards
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.transports import both_transports
-from tests.worlds import raises_everywhere
 
 
 def run(function, x, grad=None):

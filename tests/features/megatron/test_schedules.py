@@ -12,8 +12,8 @@ from autopar.errors import ConfigError
 from autopar.features.megatron.schedules import get_forward_backward_func
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from tests.compare import same_gradients
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2
 
 

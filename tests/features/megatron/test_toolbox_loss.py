@@ -10,9 +10,9 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.features.megatron.layers import vocab_parallel_cross_entropy
 from autopar.layout import even_shards
-from tests.pool import pooled
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.transports import both_transports
-from tests.worlds import raises_everywhere
 
 
 def whole(shape, vocab, dtype=torch.float32, scale=3.0, seed=0):

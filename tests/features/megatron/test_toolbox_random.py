@@ -14,7 +14,7 @@ from autopar.features.megatron.random import (
     manual_seed,
     model_parallel_cuda_manual_seed,
 )
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,11 @@ from autopar.integrations import add_adapter, get_peft_model
 from autopar.plan.make_plan import make_plan
 from autopar.plan.stages import make_stages
 from autopar.policy.match import find_policy
-from tests.exchange import everyones, same_random_states
+from tests.exchange import everyones, raises_everywhere, same_random_states
 from tests.features.peft.adapted import batch, peft, two_adapters, whole_of, with_lora
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 TP = {"tp": 2}
 

@@ -14,13 +14,13 @@ from transformers import LlamaForCausalLM
 import autopar
 from autopar.errors import ConfigError
 from autopar.integrations import add_adapter, get_peft_model
+from tests.exchange import raises_everywhere
 from tests.features.experts.mixtures import compare
 from tests.features.peft.adapted import batch, peft, phi3, randomise_adapters, same_training, whole_of, with_lora
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.random_models import build, cases, kind
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama, queries and values": lambda: with_lora(llama(), target_modules=["q_proj", "v_proj"]),

@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import autopar
 from autopar.checkpoint import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
+from tests.exchange import by_rank_0, raises_everywhere
 from tests.features.peft.adapted import batch, peft, phi3, two_adapters, whole_of, with_lora
-from tests.once import by_rank_0
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.random_models import build, cases, kind
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 
 def _files(folder: Path) -> dict[str, Any]:

@@ -21,13 +21,12 @@ from autopar.cli.split import split_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from autopar.storage.files import RangeFile
 from autopar.stored import as_plain, stored_weights
+from tests.exchange import by_rank_0, raises_everywhere
 from tests.features.peft.adapted import randomise_adapters, whole_of, with_lora
 from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, bitsandbytes, how, quantized, write
 from tests.features.quantized.test_training import gradients
-from tests.once import by_rank_0
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
-from tests.worlds import raises_everywhere
 
 peft = pytest.importorskip("peft")
 FILE = "model.safetensors"

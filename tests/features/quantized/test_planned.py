@@ -15,8 +15,8 @@ from autopar.errors import ConfigError
 from autopar.plan.plan import held
 from autopar.tools.commands.models import add_lora, kind_of, mark_quantized
 from tests.features.quantized.models import FAMILIES, adapted, quantized
+from tests.harness.worlds import pooled
 from tests.planner.saved_bytes import SavedBytes
-from tests.pool import pooled
 
 SEQUENCE = 15
 FORMS = {"nf4": "nf4", "nf4 nested": "nf4-double", "int8": "int8"}

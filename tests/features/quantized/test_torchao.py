@@ -15,13 +15,12 @@ from autopar.checkpoint.offline import merge_checkpoint
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.stored import stored_weight, stored_weights
+from tests.exchange import by_rank_0, raises_everywhere
 from tests.features.quantized import test_folders, test_training
 from tests.features.quantized.models import FAMILIES, OF_TORCHAO, adapted, batches, loaded, quantized
 from tests.features.quantized.test_stored import units
 from tests.fetched_packages import with_package
-from tests.once import by_rank_0
 from tests.parity import close
-from tests.worlds import raises_everywhere
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.tier("all")

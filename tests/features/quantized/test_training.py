@@ -18,11 +18,11 @@ from autopar.errors import CheckpointError, ConfigError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.stored import as_plain
+from tests.exchange import raises_everywhere
 from tests.features.peft.adapted import whole_of
 from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, bitsandbytes, quantized
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
-from tests.worlds import raises_everywhere
 
 peft = pytest.importorskip("peft")
 functional = pytest.importorskip("bitsandbytes.functional")

@@ -25,6 +25,7 @@ from autopar.cli import app
 from autopar.errors import CheckpointError, ConfigError
 from autopar.features.quantized.files import Mxfp4
 from autopar.storage.lazy_tensor import InMemory
+from tests.exchange import by_rank_0, raises_everywhere
 from tests.features.quantized.models import (
     FAMILIES,
     FORMS,
@@ -38,10 +39,8 @@ from tests.features.quantized.models import (
     write_mxfp4,
 )
 from tests.features.quantized.test_folders import MESHES, let_pack, same, saved, written
-from tests.once import by_rank_0
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
-from tests.worlds import raises_everywhere
 
 
 def equal_files(folder: Path, due: Path) -> None:

@@ -15,15 +15,14 @@ from autopar.config import ParallelConfig
 from autopar.distributed.collectives import even_layout
 from autopar.errors import ConfigError
 from tests.data_parallel.test_zero import OPTIMIZERS, train
-from tests.exchange import same_random_states
+from tests.exchange import raises_everywhere, same_random_states
 from tests.features.context_parallel.test_exactness import made
 from tests.features.experts.mixtures import compare
+from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches, whole
 from tests.pipeline_parallel.oracle import check_pipeline
-from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 IDS = torch.arange(14).view(2, 7)
 

@@ -8,8 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar.distributed import collectives
+from tests.harness.worlds import pooled
 from tests.parity import randomise
-from tests.pool import pooled
 
 HIDDEN, HEADS, SEQ, BATCH = 64, 8, 16, 2
 

@@ -18,11 +18,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_gradients
+from tests.exchange import raises_everywhere
 from tests.features.experts.mixtures import mixtral
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches, whole
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 Seen = list[tuple[str, torch.Tensor]]
 

@@ -19,10 +19,10 @@ import autopar
 from autopar.checkpoint import ShardedDict
 from autopar.errors import ConfigError
 from autopar.features.user_code.reads import ShardedParameter, ShardedTensor, switch, unwatch
+from tests.exchange import raises_everywhere
 from tests.features.user_code.techniques import IDS, NOTICED, head, silent, told
-from tests.pool import pooled
+from tests.harness.worlds import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import raises_everywhere
 
 
 def trained() -> Any:

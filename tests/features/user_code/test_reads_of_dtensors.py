@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.errors import ConfigError
 from autopar.features.user_code.reads import ShardedDTensor
+from tests.exchange import raises_everywhere
 from tests.features.user_code.techniques import NOTICED, adaptive_clipping, own_clipping, sam, silent, told
+from tests.harness.tiers import mainly
+from tests.harness.worlds import pooled
 from tests.parity import close
-from tests.pool import pooled
 from tests.small import llama
-from tests.tiers import mainly
-from tests.worlds import raises_everywhere
 
 IDS = torch.arange(72).view(4, 18) % 131
 Change = Callable[[Any], Any]

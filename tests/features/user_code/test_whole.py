@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_gradients, same_weights
+from tests.exchange import raises_everywhere
+from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
-from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 # ruff: noqa: SIM117 (which with statement raises is the point)
 

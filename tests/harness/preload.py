@@ -7,7 +7,7 @@ import pkgutil
 from transformers import AutoConfig, BertForMaskedLM, GenerationMixin, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
 
 import autopar
-import tests.leftovers
+import tests.harness.leftovers
 import tests.rehearsals  # noqa: F401
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan

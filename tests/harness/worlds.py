@@ -23,9 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.exchange import by_rank_0, raises_everywhere  # noqa: F401
-
-PRELOAD = ["torch", "torch.distributed", "transformers", "tests.preload"]
+PRELOAD = ["torch", "torch.distributed", "transformers", "tests.harness.preload"]
 _GRACE = 5.0  # seconds that the peers of a failed rank get to fail too
 _RANKS = 24  # of all pooled worlds; beyond it the worlds that waited longest end
 
@@ -200,7 +198,7 @@ def _serve(rank: int, size: int, folder: str, timeout: float, pooled: bool, pipe
         try:
             join(rank, size, folder, timeout)
             if pooled:
-                from tests.leftovers import Settings
+                from tests.harness.leftovers import Settings
                 from tests.rehearsals import remember
 
                 remember()

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests import worlds
-from tests.tiers import TIERS, beyond, never_met, ranks_of, tier_of, up_to
+from tests.harness import worlds
+from tests.harness.tiers import TIERS, beyond, never_met, ranks_of, tier_of, up_to
 
-DURATIONS = Path(__file__).with_name("durations.json")
+DURATIONS = Path(__file__).parents[1] / "durations.json"
 _LEAST = 0.05  # seconds: shorter tests are not recorded
 _LONG = 10.0  # seconds: no worker should start such a test at the end of a run
 _GROWN = 1.2  # a tier may exceed its seconds by a fifth
@@ -165,7 +165,7 @@ def grown(measured: dict[str, float], tiers: dict[str, str], known: dict[str, fl
             lines.append(
                 f"error: the tests of {TIERS[tier].command} take {shown(seconds)}, and may take {shown(allowed)} "
                 f"(measured at {factor:.1f} x the seconds in tests/durations.json). Make them quicker, move some to a "
-                "later tier, or raise it in tests/tiers.py."
+                "later tier, or raise it in tests/harness/tiers.py."
             )
     return lines
 

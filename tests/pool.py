@@ -1,3 +1,0 @@
-from tests.worlds import pooled
-
-__all__ = ["pooled"]
