@@ -23,7 +23,7 @@ LINES = {
     "features": 11025,
     "compat": 907,
     "guards": 584,
-    "integrations": 2289,
+    "integrations": 2295,
     "pipeline_parallel": 3369,
     "plan": 2189,
     "policy": 1425,
