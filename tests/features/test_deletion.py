@@ -38,7 +38,7 @@ SCRIPT = Path(__file__).with_name("without_a_folder.py")
 
 def run(tree: Path, *arguments: str, ranks: int, script: Path = SCRIPT, path: Sequence[Path] = ()) -> str:
     """Run a script in a tree; returns what it prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    command = [sys.executable, str(Path(__file__).with_name("forked.py")), str(ranks), str(script)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, tree])), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *arguments], env=environment, cwd=tree, capture_output=True, text=True, timeout=240, check=False
@@ -64,6 +64,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return found
 
 
+@pytest.mark.every_case
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("folder", [*(f"features/{name}" for name in FEATURES), "features", "integrations", "tools"])
 def test_the_rest_trains_saves_loads_and_merges(folder: str, tmp_path: Path, complete: list[float]) -> None:
@@ -75,7 +76,6 @@ def test_the_rest_trains_saves_loads_and_merges(folder: str, tmp_path: Path, com
 
 @pytest.mark.every_case
 @pytest.mark.tier("all")
-@pytest.mark.tier("sweep", only=("context_parallel", "experts", "host_transport", "sequence_parallel", "quantized"))
 @pytest.mark.parametrize("name", [*ASKS, *OTHERS])
 def test_what_asks_for_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
     pytest.importorskip({"peft": "peft", "quantized": "bitsandbytes"}.get(name, "torch"))

@@ -87,11 +87,17 @@ def test_initialize_says_so_in_one_line() -> None:
         "('autopar policy new' verifies and saves it); 1% of the parameters stay full on each of 2 ranks"
     )
     records: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("autopar.api")
+    level = logger.level
+    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.addFilter(lambda record: records.append(record.getMessage()) or True)
-    model = autopar.initialize(own(), {"model_parallelism": {"tensor_parallel_size": 2}})
-    logger.filters.clear()
+    try:
+        model = autopar.initialize(own(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
     assert records[:-1] == ([expected] if model.mpu.is_master else []) if records else not model.mpu.is_master
 
 
