@@ -288,6 +288,7 @@ def test_one_two_and_three_kv_heads_on_two() -> None:
         _run([LLAMA, QWEN3, PHI3], 2, heads, kv_heads, thorough=False)
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=4, timeout=300)
 def test_one_two_and_three_kv_heads_on_four() -> None:
     for heads, kv_heads in [(6, 1), (8, 2), (9, 3), (25, 5)]:

@@ -14,7 +14,7 @@ from tests.harness.tiers import in_tier
 PAGE = DOCS / "models.md"
 SCRIPT = runpy.run_path(str(DOCS / "figures" / "checkpoints.py"))
 CHECKPOINTS = SCRIPT["CHECKPOINTS"]
-FEW = ["Qwen/Qwen3-8B", "google-bert/bert-base-uncased", "openai/gpt-oss-20b"]
+FEW = ["Qwen/Qwen3-8B", "google-bert/bert-base-uncased", "Qwen/Qwen3-0.6B"]
 ROWS = re.compile(r"(?<=\|---\|---\|---\|---\|---\|\n)(?:\| .*\n)*")
 
 

@@ -56,7 +56,7 @@ def test_the_methods_of_a_model_and_its_mesh_have_entries() -> None:
     assert {name for name in vars(ParallelModel) if not name.startswith("_")} == METHODS
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 def test_the_site_is_built_without_warnings_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     if not (SPHINX / ".installed").exists():
         pytest.skip("Sphinx is not there: make docs, or make fetch")

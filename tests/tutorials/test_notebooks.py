@@ -37,6 +37,7 @@ def numbers(notebook: Path) -> tuple[list[float], list[float], int]:
 
 @pytest.mark.tier("all")
 @pytest.mark.every_case
+@pytest.mark.tier("sweep", only=("qlora_on_two_t4.ipynb",))
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_prints_its_stored_losses(name: str, tmp_path: Path) -> None:
     need_package("nbclient")

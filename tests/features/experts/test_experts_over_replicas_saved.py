@@ -42,7 +42,7 @@ _RESUMED_OF_ZERO_3: list[dict[str, Any]] = [
 
 
 @pytest.mark.every_case
-@pytest.mark.tier("sweep", only=("listed", "mixtral, ZeRO-3, ep 2"))
+@pytest.mark.tier("sweep", only=("listed", "switch", "mixtral, ZeRO-3, ep 2"))
 @pytest.mark.parametrize("name", _CASES)
 @pooled(world_size=4)
 def test_checkpoints_of_any_mesh(name: str, tmp_path: Path) -> None:
