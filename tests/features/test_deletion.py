@@ -18,10 +18,7 @@ ROOT = Path(__file__).parents[2]
 FEATURES = sorted(path.name for path in (ROOT / "autopar" / "features").iterdir() if (path / "__init__.py").exists())
 # A setting that asks for the feature, and a configuration of two ranks with it.
 ASKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "activation_checkpointing": (
-        "activation_checkpointing: True",
-        {"tp": 2, "activation_checkpointing": {"enable": True}},
-    ),
+    "activation_checkpointing": ("activation_checkpointing: True", {"activation_checkpointing": {"enable": True}}),
     "context_parallel": ("context_parallel_size: 2", {"cp": 2}),
     "experts": ("expert_parallel_size: 2", {"ep": 2}),
     "host_transport": ("cpu_transport: shm", {"tp": 2, "model_parallelism": {"cpu_transport": "shm"}}),
@@ -40,9 +37,8 @@ def run(tree: Path, *arguments: str, ranks: int, script: Path = SCRIPT, path: Se
     """Run a script in a tree; returns what it prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, tree])), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments], env=environment, cwd=tree, capture_output=True, text=True, timeout=240, check=False
-    )
+    how: Any = {"env": environment, "cwd": tree, "capture_output": True, "text": True, "timeout": 240}
+    done = subprocess.run([*command, *arguments], check=False, **how)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
