@@ -56,8 +56,7 @@ def tree_without(tmp_path: Path, folder: str) -> Path:
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses and norms of the complete tree."""
-    found: list[float] = json.loads(run(ROOT, str(tmp_path_factory.mktemp("complete")), ranks=4).splitlines()[-1])
-    return found
+    return json.loads(run(ROOT, str(tmp_path_factory.mktemp("complete")), ranks=4).splitlines()[-1])
 
 
 @pytest.mark.tier("all")
