@@ -18,7 +18,10 @@ ROOT = Path(__file__).parents[2]
 FEATURES = sorted(path.name for path in (ROOT / "autopar" / "features").iterdir() if (path / "__init__.py").exists())
 # A setting that asks for the feature, and a configuration of two ranks with it.
 ASKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "activation_checkpointing": ("activation_checkpointing: True", {"activation_checkpointing": {"enable": True}}),
+    "activation_checkpointing": (
+        "activation_checkpointing: True",
+        {"tp": 2, "activation_checkpointing": {"enable": True}},
+    ),
     "context_parallel": ("context_parallel_size: 2", {"cp": 2}),
     "experts": ("expert_parallel_size: 2", {"ep": 2}),
     "host_transport": ("cpu_transport: shm", {"tp": 2, "model_parallelism": {"cpu_transport": "shm"}}),
@@ -35,10 +38,11 @@ SCRIPT = Path(__file__).with_name("without_a_folder.py")
 
 def run(tree: Path, *arguments: str, ranks: int, script: Path = SCRIPT, path: Sequence[Path] = ()) -> str:
     """Run a script in a tree; returns what it prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    command = [sys.executable, str(Path(__file__).with_name("forked.py")), str(ranks), str(script)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, tree])), "OMP_NUM_THREADS": "1"}
-    how: Any = {"env": environment, "cwd": tree, "capture_output": True, "text": True, "timeout": 240}
-    done = subprocess.run([*command, *arguments], check=False, **how)
+    done = subprocess.run(
+        [*command, *arguments], env=environment, cwd=tree, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -56,9 +60,11 @@ def tree_without(tmp_path: Path, folder: str) -> Path:
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses and norms of the complete tree."""
-    return json.loads(run(ROOT, str(tmp_path_factory.mktemp("complete")), ranks=4).splitlines()[-1])
+    found: list[float] = json.loads(run(ROOT, str(tmp_path_factory.mktemp("complete")), ranks=4).splitlines()[-1])
+    return found
 
 
+@pytest.mark.every_case
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("folder", [*(f"features/{name}" for name in FEATURES), "features", "integrations", "tools"])
 def test_the_rest_trains_saves_loads_and_merges(folder: str, tmp_path: Path, complete: list[float]) -> None:
@@ -70,7 +76,6 @@ def test_the_rest_trains_saves_loads_and_merges(folder: str, tmp_path: Path, com
 
 @pytest.mark.every_case
 @pytest.mark.tier("all")
-@pytest.mark.tier("sweep", only=("context_parallel", "experts", "host_transport", "sequence_parallel", "quantized"))
 @pytest.mark.parametrize("name", [*ASKS, *OTHERS])
 def test_what_asks_for_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
     pytest.importorskip({"peft": "peft", "quantized": "bitsandbytes"}.get(name, "torch"))

@@ -38,10 +38,29 @@ def of_program(parts: list[tuple[str, Call]], *, routed: bool) -> list[tuple[str
     return found
 
 
+@pooled(world_size=4)
+def write_traces(case: Case, folder: Path) -> None:
+    write(case, folder)
+
+
+@pooled(world_size=8)
+def write_traces_of_eight(case: Case, folder: Path) -> None:
+    write(case, folder)
+
+
 def write(case: Case, folder: Path) -> None:
     model = case.build()
-    given = model, config_of(case), dist.get_world_size(), inputs_of(model, case.batch, case.sequence)
-    job = Job(*given, own=case.loop, folder=str(folder / "checkpoint"), optimizer=case.optimizer)
+    inputs = inputs_of(model, case.batch, case.sequence)
+    checkpoint = str(folder / "checkpoint")
+    job = Job(
+        model,
+        config_of(case),
+        dist.get_world_size(),
+        inputs,
+        own=case.loop,
+        folder=checkpoint,
+        optimizer=case.optimizer,
+    )
     parts: list[tuple[str, Call]] = []
     now = ["initialize"]
     with Recorder(lambda call: parts.append((now[0], call))):
@@ -82,9 +101,16 @@ def _overlap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(case: Case, folder: Path, *, routed: bool, world: int = 4) -> None:
-    pooled(world)(write)(case, folder)
-    settings = {"batch": case.batch, "sequence": case.sequence, "optimizer": case.optimizer, "loop": case.loop}
-    found = autopar.rehearse(case.build(), config_of(case), world, **settings)
+    (write_traces if world == 4 else write_traces_of_eight)(case, folder)
+    found = autopar.rehearse(
+        case.build(),
+        config_of(case),
+        world,
+        batch=case.batch,
+        sequence=case.sequence,
+        optimizer=case.optimizer,
+        loop=case.loop,
+    )
     assert found.problems == []
     assert len(found.traces) >= 2
     for rank, parts in found.traces.items():
