@@ -81,7 +81,5 @@ GPU = pytest.param(
 )
 PLACES = [CPU, GPU]
 if os.environ.get("AUTOPAR_SIMULATED"):
-    from tests.gpu import simulated
-
     PLACES = [pytest.param(simulated.start().type)]
 on_each = pytest.mark.parametrize("place", PLACES)

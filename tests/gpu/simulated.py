@@ -143,7 +143,7 @@ def _on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
             torch.tensor(value) if at in kind.tensors and isinstance(value, int | float) else value
             for at, value in enumerate(args)
         )
-    result = _copy(*args, **kwargs) if kind.name == "_copy_from" else op(*args, **kwargs)
+    result = args[1].copy_(args[0]) if kind.name == "_copy_from" else op(*args, **kwargs)
     if kind.writes:
         for host, x in hosts:
             if host.shape != x.shape or host.data_ptr() != x.data_ptr():  # an out= that was too small
@@ -197,10 +197,6 @@ def _convolution_backward(grad: Any, x: Any, weight: Any, *settings: Any) -> Any
     biases = [weight.shape[1] * groups if transposed else weight.shape[0]]
     backward = torch.ops.aten.convolution_backward.default
     return _on_host(backward, grad, x, weight, biases, *how, transposed, padding, groups, wanted)
-
-
-def _copy(source: torch.Tensor, out: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    return out.copy_(source)
 
 
 def _check_places(op: Any, kind: _Kind, args: Any, kwargs: Any) -> None:

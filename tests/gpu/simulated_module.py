@@ -98,15 +98,6 @@ def make_module(name: str) -> ModuleType:
     module = ModuleType(f"torch.{name}")
     generator = torch.ops.sim.default_generator()
 
-    def seed(value: int) -> None:
-        generator.manual_seed(value)
-
-    def get_state(device: Any = None) -> torch.Tensor:
-        return generator.get_state()
-
-    def set_state(state: torch.Tensor, device: Any = None) -> None:
-        generator.set_state(state)
-
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -121,10 +112,10 @@ def make_module(name: str) -> ModuleType:
         "Event": Event,
         "current_stream": current_stream,
         "stream": _on_stream,
-        "manual_seed": seed,
-        "manual_seed_all": seed,
-        "get_rng_state": get_state,
-        "set_rng_state": set_state,
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": generator.manual_seed,
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "default_generators": (generator,),
     }

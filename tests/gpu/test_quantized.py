@@ -8,6 +8,7 @@ import torch
 import autopar
 from tests.features.peft.adapted import whole_of
 from tests.gpu.device_ranks import on_each, sharing_a_gpu
+from tests.gpu.test_one_rank import gradients
 from tests.parity import close
 
 pytest.importorskip("bitsandbytes")
@@ -32,7 +33,7 @@ def check(place: str, tp: int, form: str) -> None:
         losses = [each(**part).loss for each in (plain, model)]
         close(losses[1].detach(), losses[0].detach(), "loss", 1e-3 if form == "int8" else 1e-4)
         losses[0].backward(), losses[1].backward()
-    found, due = whole_of(model, _gradients(model)), _gradients(plain)
+    found, due = whole_of(model, gradients(model)), gradients(plain)
     assert set(found) == set(due)
     for name, gradient in due.items():
         close(found[name].cpu(), gradient.cpu(), name, 1e-2 if form == "int8" else 1e-4)
@@ -51,7 +52,3 @@ def check_on_one(place: str, tp: int, form: str) -> None:
 @sharing_a_gpu(world_size=2)
 def check_on_two(place: str, tp: int, form: str) -> None:
     check(place, tp, form)
-
-
-def _gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
@@ -15,7 +14,7 @@ from autopar.distributed.rng import seeded
 from autopar.errors import ConfigError
 from autopar.features.megatron.random import manual_seed
 from autopar.tools.compat.operators import in_parts
-from tests.exchange import everyones
+from tests.exchange import by_rank_0, everyones
 from tests.gpu import simulated, test_one_rank
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.host_waits import waits
@@ -84,8 +83,8 @@ def test_ranks_have_streams_of_their_own_on_the_device() -> None:
     with seeded(7 + mpu.rank):
         seeded_apart = torch.rand(3, device=mpu.device)
     later = torch.rand(3, device=mpu.device)
-    for drawn, same in ((alike, True), (apart, False), (seeded_apart, False), (later, True)):
-        assert torch.equal(*everyones(drawn.cpu())) == same
+    same = [torch.equal(*everyones(drawn.cpu())) for drawn in (alike, apart, seeded_apart, later)]
+    assert same == [True, False, False, True]
 
 
 @on_device(world_size=2)
@@ -118,9 +117,7 @@ class _Live(TorchDispatchMode):
 @on_device(world_size=2)
 def test_zero_3_never_has_all_weights_on_the_device(lazily: bool, tmp_path: Any) -> None:
     plain = llama(num_hidden_layers=8)
-    if dist.get_rank() == 0:
-        plain.save_pretrained(tmp_path)
-    dist.barrier()
+    by_rank_0(plain.save_pretrained)(tmp_path)
     before, config = torch.ops.sim.memory()[0], {"zero": {"stage": 3}}
     with _Live() as live:
         if lazily:

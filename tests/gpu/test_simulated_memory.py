@@ -53,8 +53,7 @@ def started(case: str) -> tuple[Any, Any]:
     """Return the model of a case, and its optimizer."""
     model = BUILDS.get(case, llama)().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    both: tuple[Any, Any] = autopar.initialize(model, {**CASES[case], **UNCHECKED}, optimizer=optimizer)
-    return both
+    return autopar.initialize(model, {**CASES[case], **UNCHECKED}, optimizer=optimizer)
 
 
 def averages(case: str) -> bool:
@@ -70,13 +69,7 @@ def live(model: Any, least: int, patience: float = 5.0) -> int:
     own, end = sum(x.nbytes for x in sample(model)), time.monotonic() + patience
     while torch.ops.sim.memory()[0] - own > least and time.monotonic() < end:
         time.sleep(0.01)
-    held: int = torch.ops.sim.memory()[0] - own
-    return held
-
-
-def allocations() -> int:
-    count: int = torch.ops.sim.memory()[2]
-    return count
+    return torch.ops.sim.memory()[0] - own
 
 
 def steps_of(case: str) -> list[tuple[int, int]]:
@@ -87,9 +80,9 @@ def steps_of(case: str) -> list[tuple[int, int]]:
     gc.disable()  # what only the collector frees would be counted as live
     try:
         for _ in range(6):
-            before = allocations()
+            before = torch.ops.sim.memory()[2]
             step(model, optimizer, ids, average=averages(case))
-            made = allocations() - before - len(sample(model))
+            made = torch.ops.sim.memory()[2] - before - len(sample(model))
             least = min((held for held, _ in found), default=1 << 40)
             found.append((live(model, least), made))
     finally:
@@ -115,10 +108,10 @@ def test_tokens_behind_the_third_hold_and_allocate_the_same() -> None:
         model(ids, past_key_values=cache, use_cache=True)
         token = ids[:, :1]
         for _ in range(6):
-            before = allocations()
+            before = torch.ops.sim.memory()[2]
             logits = model(token, past_key_values=cache, use_cache=True).logits
             token = logits[:, -1].argmax(-1, keepdim=True)
             del logits
-            made, least = allocations() - before, min((held for held, _ in found), default=1 << 40)
+            made, least = torch.ops.sim.memory()[2] - before, min((held for held, _ in found), default=1 << 40)
             found.append((live(model, least), made))
     assert found[3:] == [found[2]] * 3, found

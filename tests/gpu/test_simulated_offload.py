@@ -32,9 +32,7 @@ def _config(mesh: str, dtype: str, *, offload: bool) -> dict[str, Any]:
 def _started(mesh: str, dtype: str, *, offload: bool) -> tuple[Any, Any]:
     model = llama().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    config = _config(mesh, dtype, offload=offload)
-    started: tuple[Any, Any] = autopar.initialize(model, config, optimizer=optimizer)
-    return started
+    return autopar.initialize(model, _config(mesh, dtype, offload=offload), optimizer=optimizer)
 
 
 def _states(optimizer: Any) -> list[torch.Tensor]:

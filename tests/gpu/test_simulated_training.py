@@ -126,10 +126,8 @@ def test_half_precision_learns_as_the_plain_model(dtype: str) -> None:
         close(loss.float().cpu(), expected, "loss", {"bf16": 2**-8, "fp16": 2**-11}[dtype])
         assert [wait.place for wait in found if not wait.own] == []
         assert own(found) == ["optimizer.py _agree"] * (dtype == "fp16") + [SUMS] * 2 * (number == 0)
-    assert {parameter.dtype for parameter in model.parameters()} == {
-        getattr(torch, {"bf16": "bfloat16"}.get(dtype, "float16"))
-    }
-    assert {parameter.device for parameter in model.parameters()} == {model.mpu.device}
+    held = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], model.mpu.device
+    assert {(parameter.dtype, parameter.device) for parameter in model.parameters()} == {held}
 
 
 @on_device(world_size=2)

@@ -12,23 +12,17 @@ import autopar
 from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.tools.planner import estimate, network
-from autopar.tools.planner.candidate import Candidate, Estimate
+from autopar.tools.planner.candidate import Candidate
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.rehearsal.run import Rehearsal, _hidden
 from autopar.tools.rehearsal.timeline import Slot, Timeline, Work, chrome_trace, play
 from autopar.tools.rehearsal.trace import Call, Group
+from tests.rehearsal.programs import SMALL
 
 BATCH, SEQUENCE = 8, 64
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 256,
-    "num_hidden_layers": 4,
-}
+SIZES = {name: size for name, size in SMALL.items() if name != "attn_implementation"}
 TP, PP, CP, SP = {"tp": 2}, {"pp": 2}, {"cp": 2}, {"sequence_parallel": True}
 TWO = {"pipeline": {"microbatch_size": 2}}
 ZERO_2, BF16 = {"zero": {"stage": 2}}, {"precision": {"dtype": "bf16"}}
@@ -76,14 +70,9 @@ def build(head: type) -> Any:
 
 
 def estimator_of(head: type, parsed: ParallelConfig) -> Estimator:
-    planned = PlannedModel(
-        build(head).train(),
-        sequence=SEQUENCE,
-        precision=parsed.precision,
-        optimizer="adamw",
-        method=parsed.context_parallel_method,
-        dispatch=parsed.expert_dispatch,
-    )
+    settings = {"precision": parsed.precision, "method": parsed.context_parallel_method}
+    settings |= {"dispatch": parsed.expert_dispatch, "sequence": SEQUENCE, "optimizer": "adamw"}
+    planned = PlannedModel(build(head).train(), **settings)
     return Estimator(planned, find_node("dgx-h100"), given=parsed)
 
 
@@ -91,12 +80,8 @@ def candidate_of(parsed: ParallelConfig, world: int) -> Candidate:
     size = parsed.pipeline.microbatch_size or BATCH
     mesh = (parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.data_parallel_size(world))
     settings = (parsed.pipeline.schedule, size, BATCH // size, parsed.zero_stage, parsed.activation_checkpointing)
-    return Candidate(
-        *(*mesh, *settings),
-        cp=parsed.context_parallel_size,
-        sequence_parallel=parsed.sequence_parallel,
-        ep=parsed.expert_parallel_size,
-    )
+    sizes = {"cp": parsed.context_parallel_size, "ep": parsed.expert_parallel_size}
+    return Candidate(*mesh, *settings, sequence_parallel=parsed.sequence_parallel, **sizes)
 
 
 def sent(found: Rehearsal) -> dict[str, int]:
@@ -125,15 +110,10 @@ def test_bytes_and_states_are_the_planners(name: str) -> None:
         later = planned.gradients + planned.buffers  # that the peak of activations may not meet
         assert 0.93 * (total - later) < held.peak < 1.04 * total
     assert found.timeline is not None and set(found.timeline.slots) == set(found.traces)
-    times_are_the_planners(found, estimate, exact=head is LlamaForCausalLM)
-
-
-def times_are_the_planners(found: Rehearsal, estimate: Estimate, *, exact: bool) -> None:
-    """Compare the seconds of tp and cp, of what overlap hides, and of the step, which is one of small operations."""
     last = min(found.timeline.slots, key=lambda rank: found.timeline.spent(rank)["wait"])
     spent, parts = found.timeline.spent(last), dict(estimate.parts)
     for axis in ("tp", "cp"):
-        assert spent.get(axis, 0.0) == pytest.approx(parts[axis], rel=0.01 if exact else 0.3)
+        assert spent.get(axis, 0.0) == pytest.approx(parts[axis], rel=0.01 if head is LlamaForCausalLM else 0.3)
     assert 1 <= found.timeline.time / estimate.time_without_overlap < 1.6
     hidden = dict(estimate.hidden)["dp"]
     assert found.hidden == hidden == 0 or 0.5 < found.hidden / hidden < 2
@@ -172,13 +152,8 @@ def test_a_collective_begins_with_the_last_rank_and_goes_around_the_ring() -> No
     assert made.spent(1) == pytest.approx({"compute": 3.0, "tp": taken, "wait": 2.0}), "until the last rank ends"
     alone = replace(NODE, gpus=1)
     apart = play({0: [(both, Work(1.0))], 1: [(both, Work(3.0))]}, {0: NOTHING, 1: NOTHING}, alone)
-    assert apart.time == pytest.approx(3 + NODE.network.seconds("all_reduce", 10**9, network.Group(2, 2))), (
-        "to another node"
-    )
-    assert apart.time > 3 + 10 > made.time
-
-    both = call("all_reduce", (0, 1), 250_000_000)
-    taken = NODE.network.seconds("all_reduce", 10**9, network.Group(2))
+    longer = NODE.network.seconds("all_reduce", 10**9, network.Group(2, 2))  # to another node
+    assert apart.time == pytest.approx(3 + longer) and longer > 10 > made.time - 3
     assert play({0: [(both, Work(1.0))]}, {0: NOTHING}, NODE).time == pytest.approx(1 + taken)
 
 
@@ -190,11 +165,10 @@ def test_stages_take_the_time_that_the_planner_says(schedule: str, ranks: int, m
     rank_of = order + (order if schedule == "interleaved" else order[::-1]) if chunks == 2 else order
     lists = make_schedule(schedule, rank_of, microbatches)
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    group = tuple(range(ranks))
 
-    def message(kind: str, peer: int, action: Action, gradient: bool) -> tuple[Call, Work]:
+    def message(kind: str, peer: int, action: Action, gradient: bool) -> Call:
         tag = 2 * (action.stage * microbatches + action.microbatch) + gradient
-        return call(kind, group, 1, peer, "pp")._replace(tag=tag), NOTHING
+        return call(kind, tuple(range(ranks)), 1, peer, "pp")._replace(tag=tag)
 
     def calls_of(rank: int) -> tuple[list[tuple[Call, Work]], Work]:
         found: list[tuple[Call, Work]] = []
@@ -204,13 +178,11 @@ def test_stages_take_the_time_that_the_planner_says(schedule: str, ranks: int, m
             forward = kind == "F"
             before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
             if kind != "W" and 0 <= before < len(rank_of) and rank_of[before] != rank:
-                own, _ = message("recv", rank_of[before], Action(kind, before, number), not forward)
-                found.append((own, Work(work)))
+                found.append((message("recv", rank_of[before], Action(kind, before, number), not forward), Work(work)))
                 work = 0.0
             work += seconds[kind]
             if kind != "W" and 0 <= after < len(rank_of) and rank_of[after] != rank:
-                own, _ = message("send", rank_of[after], action, not forward)
-                found.append((own, Work(work, str(action))))
+                found.append((message("send", rank_of[after], action, not forward), Work(work, str(action))))
                 work = 0.0
         return found, Work(work)
 
@@ -236,11 +208,8 @@ def test_the_file_for_perfetto() -> None:
     (reduced,) = [event for event in events if event["pid"] == 1 and event["cat"] == "tp"]
     taken = NODE.network.seconds("all_reduce", 10**9, network.Group(2)) * 1e6
     assert (reduced["ts"], reduced["dur"]) == (3e6, pytest.approx(taken)) and reduced["args"] == {"where": "train.py:7"}
-    names = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in written["traceEvents"]
-        if "tid" in event and event["ph"] == "M"
-    }
+    named = [event for event in written["traceEvents"] if "tid" in event and event["ph"] == "M"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in named}
     assert names[first["pid"], first["tid"]] == "compute"
 
 

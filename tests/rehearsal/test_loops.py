@@ -32,9 +32,6 @@ def rehearsed(loop: Loop, config: dict[str, Any] | None = None, world: int = 4) 
     return autopar.rehearse(on_meta(llama), config or {"cp": 2}, world, sequence=16, loop=loop)
 
 
-# -- right ones -------------------------------------------------------------------------------------------------------
-
-
 def own_groups(model: Any, optimizer: Any, batch: Any) -> None:
     first, pairs = dist.new_group([0, 1, 2]), [dist.new_group([0, other]) for other in (1, 2)]
     copy = dist.new_group([0, 1, 2])
@@ -115,11 +112,10 @@ def parts_of_a_root(model: Any, optimizer: Any, batch: Any) -> None:
 
 
 RIGHT: list[Loop] = [own_groups, in_a_ring, settings_of_rank_0, fewest_batches, as_torchrun_has_it, parts_of_a_root]
-RIGHT += [much_of_the_host, numbers_in_a_ring]
 
 
 @pytest.mark.tier("test")
-@pytest.mark.parametrize("loop", RIGHT)
+@pytest.mark.parametrize("loop", [*RIGHT, much_of_the_host, numbers_in_a_ring])
 def test_a_right_loop_is_matched(loop: Loop) -> None:
     assert rehearsed(loop).problems == []
 
@@ -134,9 +130,6 @@ def test_what_a_root_tells_is_known_later_and_prints_are_seen(capfd: pytest.Capt
     rehearsed(lambda *_: print(f"step of rank {rank()}"))
     shown = capfd.readouterr().out
     assert all(f"step of rank {place}" in shown for place in range(4))
-
-
-# -- wrong ones -------------------------------------------------------------------------------------------------------
 
 
 def another_operation(model: Any, *_: Any) -> None:
@@ -282,8 +275,7 @@ REFUSED: dict[str, tuple[Loop, str]] = {
 
 
 def forever(model: Any) -> None:
-    flag = on_device(model, 1)
-    while flag.item() > 0:
+    while on_device(model, 1).item() > 0:
         dist.barrier()
 
 

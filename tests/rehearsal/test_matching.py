@@ -122,8 +122,7 @@ def test_every_planted_fault_is_found_and_names_two_ranks(traces: Traces) -> Non
         missed += [] if found else [name]
         named = {int(text) for text in re.findall(r"rank (\d)", "\n".join(found))}
         unnamed += [] if rank in named and len(named) > 1 else [f"{name}: {found[:1]}"]
-    assert not missed
-    assert not unnamed
+    assert not missed and not unnamed
 
 
 def test_ranks_that_wait_for_each_other_for_ever(traces: Traces) -> None:
@@ -134,10 +133,8 @@ def test_ranks_that_wait_for_each_other_for_ever(traces: Traces) -> None:
     second = [call._replace(peer=0) for call in first]
     assert list(differences({0: first, 1: second}, lambda ranks: ranks)) == []
     assert stuck({0: [send, recv], 1: [second[0], second[1]]}) == []
-    assert [line.partition(" over")[0] for line in stuck({0: first, 1: second})] == [
-        "rank 0 waits in recv from rank 1",
-        "rank 1 waits in recv from rank 0",
-    ]
+    lines = [line.partition(" over")[0] for line in stuck({0: first, 1: second})]
+    assert lines == ["rank 0 waits in recv from rank 1", "rank 1 waits in recv from rank 0"]
 
     group = Group("pp forward up", (0, 1))
     send, recv = (Call(kind, group, ((4,),), "float32", peer=1) for kind in ("send", "recv"))
@@ -201,9 +198,8 @@ def test_a_deadlock_and_who_is_named_first() -> None:
     deadlock._waiting = Looked([1, 1])  # type: ignore[assignment]
     assert not deadlock.detected()
 
-    one, other = (
-        Call(kind, Group("world", (0, 1, 2)), ((3,),), "float32", where="a.py:1") for kind in ("barrier", "gather")
-    )
+    given = Group("world", (0, 1, 2)), ((3,),), "float32"
+    one, other = (Call(kind, *given, where="a.py:1") for kind in ("barrier", "gather"))
     assert blocked_calls({0: one, 1: other, 2: one}) == [
         "rank 1 waits in gather over world [3] float32\n    a.py:1",
         "ranks 0, 2 wait in barrier over world [3] float32\n    a.py:1",

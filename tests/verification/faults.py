@@ -82,8 +82,16 @@ def text_of(fault: Fault) -> str | None:
 
 ATTN0, ATTN1, MLP1 = f"{H0}.attn", f"{H1}.attn", f"{H1}.mlp"
 QKV, PIPELINE = (ATTN0, f"{ATTN0}.c_attn"), "autopar.pipeline_parallel.pipeline"
+LAYERS, REGIONS, LOGITS = (f"autopar.tensor_parallel.{name}" for name in ("layers", "region_modules", "sharded_logits"))
 REPLICA_GRADIENTS = "autopar.data_parallel.grad_sync.ReplicaGradients"
+COME_TO, DROPOUT_PP = "autopar.pipeline_parallel.stage_forward.StageForward.come_to", {**DROPOUT, "mesh": PP}
+AVERAGE, LLAMA_CP = "autopar.tools.verification.checks.average_gradients", {**ON_LLAMA, "mesh": CP}
 LLAMA0, LLAMA1 = "model.layers.0.self_attn", "model.layers.1.self_attn"
+NORMS = *(f"{block}.ln_{n}" for block in (H0, H1) for n in (1, 2)), f"{ATTN1}.c_proj", f"{MLP1}.c_proj"
+SUM_FLAT, ON_SP = "autopar.features.sequence_parallel.rows.sum_flat", {**BACKWARD, "mesh": SP}
+KEYS = tuple(f"{layer}.{kind}_proj" for layer in (LLAMA0, LLAMA1) for kind in "kv")
+NORMS_OF_HEADS = f"{LLAMA1}.k_norm", f"{LLAMA1}.q_norm"
+ON_MQA, ON_QWEN3 = ({**BACKWARD, "model": model} for model in ("mqa", "qwen3"))
 
 REFUSED = [
     ("a wrong unit", "mlp.c_fc: {column: ffn}", "mlp.c_fc: {column: heads}", "mlp.c_proj"),
@@ -113,61 +121,36 @@ FAULTS = [
     in_forward("rows of a vocabulary not summed", "transformer.wte", p.no_sum_of_rows),
     in_forward("logits in another order", "lm_head", lambda m, plain, x: plain(x).flip(-1)),
     changed("a norm with another epsilon", f"{H1}.ln_1", p.set("eps", 0.1)),
-    changed("a norm's weight that has drifted", f"{H1}.ln_1", p.added("weight", 0.1)),
-    changed("another scale of attention", ATTN1, p.scaled("scaling", 2.0)),
+    changed("a norm's weight that drifted", f"{H1}.ln_1", lambda m, s: m.weight.data.add_(0.1 + 0.1 * s.mpu.tp.rank)),
+    changed("another scale of attention", ATTN1, p.set("scaling", 2 * 8**-0.5)),
     changed("heads of another width", ATTN1, p.set("head_dim", 2), checks=("forward",)),
-    in_forward("a dropped mask", ATTN1, p.without_mask),
+    in_forward("a dropped mask", ATTN1, lambda m, plain, *a, **k: plain(*a, **{**k, "attention_mask": None})),
     in_forward("positions off by one", "transformer.wpe", lambda m, plain, ids: plain((ids + 1) % 16)),
     in_forward("a missing residual", H1, p.no_residual),
     in_forward("another activation", f"{MLP1}.act", lambda m, plain, x: torch.relu(x)),
     in_forward("rotary angles turned back", "model.rotary_emb", p.wrong_rotation, model="llama"),
-    replaced(
-        "padding counted in the loss",
-        ("",),
-        "autopar.tensor_parallel.sharded_logits.sharded_cross_entropy",
-        p.counted_padding,
-    ),
+    replaced("padding counted in the loss", ("",), f"{LOGITS}.sharded_cross_entropy", p.counted_padding),
     # -- gradients ----------------------------------------------------------------------------------------------------
     changed("a missing gradient sum before an MLP", f"{MLP1}.c_fc", p.enters_without_sum, MLP1, **BACKWARD),
     changed("a missing gradient sum before attention", QKV[1], p.enters_without_sum, ATTN0, **BACKWARD),
     Fault("a missing gradient sum of a key", (LLAMA1,), at(f"{LLAMA1}.k_proj", p.enters_without_sum), **ON_LLAMA),
     in_forward("a gradient that ends", MLP1, p.ended, f"{H1}.ln_2", f"{MLP1}.c_fc", **BACKWARD),
     in_forward("half a gradient", f"{MLP1}.act", p.half_gradient, **BACKWARD),
-    changed("a gradient of a parameter scaled", f"{H0}.ln_2", p.no_gradient_of("weight"), **BACKWARD),
-    replaced(
-        "gradients of a key on both ranks not summed",
-        tuple(f"{layer}.{kind}_proj" for layer in (LLAMA0, LLAMA1) for kind in "kv"),
-        "autopar.tensor_parallel.layers.sum_replicas",
-        p.left_out,
-        **{**BACKWARD, "model": "mqa"},
-    ),
-    replaced(
-        "gradients of a norm of heads not summed",
-        (f"{LLAMA1}.k_norm", f"{LLAMA1}.q_norm"),
-        "autopar.tensor_parallel.region_modules.copy",
-        p.left_out,
-        **{**BACKWARD, "model": "qwen3"},
-    ),
+    changed("half a norm's gradient", f"{H0}.ln_2", lambda m, _: m.weight.register_hook(lambda g: g / 2), **BACKWARD),
+    replaced("gradients of a key on both ranks not summed", KEYS, f"{LAYERS}.sum_replicas", p.left_out, **ON_MQA),
+    replaced("gradients of a norm of heads not summed", NORMS_OF_HEADS, f"{REGIONS}.copy", p.left_out, **ON_QWEN3),
     # -- tokens, random draws, steps, files ---------------------------------------------------------------------------
     in_forward("a stale cache", ATTN1, p.stale_cache, **GENERATE),
-    in_forward("positions that do not go on", "transformer.wpe", p.stuck_positions, **GENERATE),
+    in_forward("no positions in decoding", "transformer.wpe", lambda m, f, x: f(x * (x.shape[1] > 1)), **GENERATE),
     Fault("equal dropout of different heads", (ATTN0, f"{ATTN0}.attn_dropout"), p.same_seeds, **DROPOUT),
     in_forward("different dropout of what is replicated", "transformer.drop", p.other_seeds, **DROPOUT),
     Fault("equal dropout of different rows", ("transformer.drop",), p.same_seeds_of_rows, **ROWS),
     in_forward("different dropout in front of the blocks", "transformer.drop", p.other_seeds_of_all_rows, **ROWS),
-    in_forward(
-        "another rate of dropout", f"{MLP1}.dropout", lambda m, plain, x: torch.dropout(x, 0.6, m.training), **ROWS
-    ),
+    in_forward("another dropout rate", f"{MLP1}.dropout", lambda m, f, x: torch.dropout(x, 0.6, m.training), **ROWS),
     in_forward("dropout that draws nothing by itself", f"{ATTN1}.resid_dropout", p.every_second, ATTN1, **ROWS),
     Fault("another learning rate", ("",), p.rate, checks=("step",)),
     Fault("decay of a norm", (f"{H1}.ln_2",), p.decay, checks=("step",)),
-    replaced(
-        "stages that draw on where the code in front of them did",
-        ("",),
-        "autopar.pipeline_parallel.stage_forward.StageForward.come_to",
-        p.left_out,
-        **{**DROPOUT, "mesh": PP},
-    ),
+    replaced("stages whose draws continue those of the code before them", ("",), COME_TO, p.left_out, **DROPOUT_PP),
     # -- stages and replicas ------------------------------------------------------------------------------------------
     Fault("a stage that begins one block early", (), p.other_stages, **STAGES),
     Fault("gradients of tied weights not summed", ("transformer.wte", "lm_head"), p.no_sum_of_tied, **STAGES),
@@ -177,17 +160,6 @@ FAULTS = [
     replaced_later("replicas that count alike", f"{PIPELINE}.weights_over_replicas", p.left_out, **REPLICAS),
     # -- rows of the sequence -----------------------------------------------------------------------------------------
     Fault("attention to this rank's rows only", (LLAMA0,), p.own_rows_only, model="llama", mesh=GATHER),
-    replaced_later(
-        "gradients not averaged over context parallelism",
-        "autopar.tools.verification.checks.average_gradients",
-        p.left_out,
-        **{**ON_LLAMA, "mesh": CP},
-    ),
-    replaced(
-        "gradients of norms over rows not summed",
-        (f"{H0}.ln_1", f"{H0}.ln_2", f"{H1}.ln_1", f"{H1}.ln_2", f"{ATTN1}.c_proj", f"{MLP1}.c_proj"),
-        "autopar.features.sequence_parallel.rows.sum_flat",
-        lambda original: lambda tensors, axis: list(tensors),
-        **{**BACKWARD, "mesh": SP},
-    ),
+    replaced_later("gradients not averaged over context parallelism", AVERAGE, p.left_out, **LLAMA_CP),
+    replaced("gradients of norms over rows not summed", NORMS, SUM_FLAT, lambda _: lambda x, axis: [*x], **ON_SP),
 ]

@@ -85,14 +85,6 @@ def set(name: str, value: Any) -> Callable[[Any, Session], None]:
     return lambda module, session: setattr(module, name, value)
 
 
-def scaled(name: str, factor: float) -> Callable[[Any, Session], None]:
-    return lambda module, session: setattr(module, name, getattr(module, name) * factor)
-
-
-def added(name: str, amount: float) -> Callable[[Any, Session], None]:
-    return lambda module, session: getattr(module, name).data.add_(amount * (1 + session.mpu.tp.rank))
-
-
 def mask_of_rows(module: Any, plain: Any, ids: torch.Tensor) -> torch.Tensor:
     """Ids of the other rank's rows are looked up too, in the first row of this one."""
     from autopar.distributed.collectives import reduce_
@@ -107,10 +99,6 @@ def no_sum_of_rows(module: Any, plain: Any, ids: torch.Tensor) -> torch.Tensor:
     outside = (ids < start) | (ids >= stop)
     y = nn.functional.embedding((ids - start).masked_fill(outside, 0), module.weight)
     return y.masked_fill(outside.unsqueeze(-1), 0)
-
-
-def without_mask(module: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    return plain(*args, **{**kwargs, "attention_mask": None})
 
 
 def ended(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
@@ -130,21 +118,9 @@ def stale_cache(module: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
     return plain(*args, **kwargs)
 
 
-def stuck_positions(module: Any, plain: Any, positions: torch.Tensor) -> torch.Tensor:
-    return plain(torch.zeros_like(positions) if positions.shape[1] == 1 else positions)
-
-
 def half_gradient(module: Any, plain: Any, *args: Any) -> torch.Tensor:
     y = plain(*args)
     return y * 0.5 + y.detach() * 0.5
-
-
-def no_gradient_of(name: str) -> Callable[[Any, Session], None]:
-    def plant(module: Any, session: Session) -> None:
-        parameter = module._parameters[name]
-        parameter.register_hook(lambda gradient: gradient * 0.5)
-
-    return plant
 
 
 def same_seeds(session: Session, stack: ExitStack) -> None:

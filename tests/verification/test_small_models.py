@@ -47,8 +47,7 @@ def test_a_small_model_runs_with_the_batches_made_for_it(model_type: str, taken:
     assert sum(parameter.numel() for parameter in model.parameters()) < LARGEST
     with torch.no_grad():
         batches = make_batches(model, count=2, rows=2, length=16)
-    assert len(batches) == 2 and taken <= set(batches[0])
-    with torch.no_grad():
+        assert len(batches) == 2 and taken <= set(batches[0])
         assert torch.isfinite(total_loss(model.eval()(**batches[1])))
 
 
@@ -136,12 +135,8 @@ def event(path: str, kind: str, verdict: bool | None, *readers: str) -> Event:
 
 
 def test_the_first_difference_names_the_module_that_made_it() -> None:
-    events = [
-        event("h.0.attn.q", "output", True),
-        event("h.0.attn.o", "output", False),
-        event("h.0.attn", "output", False),
-        event("h.0", "output", False),
-    ]
+    wrong = (event(path, "output", False) for path in ("h.0.attn.o", "h.0.attn", "h.0"))
+    events = [event("h.0.attn.q", "output", True), *wrong]
     found = first_difference(events)
     assert found is not None and found.module == "h.0.attn.o"
     assert found.since == ("h.0.attn.q",)

@@ -104,9 +104,6 @@ class Plain:
         return found
 
 
-# -- inputs -------------------------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=2)
 def plain_of(case: Case, cp: int, heads: tuple[int, int]) -> Plain:
     """Return the plain model, two micro-batches that it takes, and what it makes of them."""
@@ -169,12 +166,8 @@ def _rolled(batch: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _without_labels_on_one_rank(batch: dict[str, Any], cp: int) -> dict[str, Any] | None:
     labels = batch.get("labels")
-    if (
-        not isinstance(labels, torch.Tensor)
-        or labels.ndim != 2
-        or labels.is_floating_point()
-        or labels.shape[1] < 2 * cp
-    ):
+    of_tokens = isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+    if not of_tokens or labels.shape[1] < 2 * cp:
         return None
     kept = labels.clone()
     for zigzag in (False, True):
@@ -190,10 +183,9 @@ def _length(batch: dict[str, Any]) -> int:
 
 def loss_of(output: Any, case: Case) -> torch.Tensor:
     """Return one number to differentiate."""
-    without = _WITHHELD.get(case.model_type)
-    output = named(output)
-    if without is None or "loss" in output:
-        return total_loss({key: output[key] for key in output if key.endswith("loss")} if "loss" in output else output)
+    output, without = named(output), _WITHHELD.get(case.model_type)
+    if "loss" in output:
+        return total_loss({key: output[key] for key in output if key.endswith("loss")})
     return total_loss({key: output[key] for key in output if key != without})
 
 
@@ -218,9 +210,6 @@ def _first_taken(case: Case, model: nn.Module, candidates: Iterator[tuple[str, d
         if all(bool(torch.isfinite(value).all()) for value in made):
             return name, batch, outputs, gradients
     raise AssertionError(f"the plain model takes no batch: {failed}")
-
-
-# -- comparison ---------------------------------------------------------------------------------------------------
 
 
 def compare(case: Case, mesh: Mesh, method: str) -> Verdict:

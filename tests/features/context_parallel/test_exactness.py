@@ -99,17 +99,14 @@ def test_four_ranks(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "head"),
+    "head",
     [
-        ("bert", "BertForMaskedLM"),
-        ("bert", "BertForTokenClassification"),
-        ("llama", "LlamaForSequenceClassification"),
-        ("t5", "T5ForConditionalGeneration"),
-        ("bart", "BartForConditionalGeneration"),
+        *("BertForMaskedLM", "BertForTokenClassification", "LlamaForSequenceClassification"),
+        *("T5ForConditionalGeneration", "BartForConditionalGeneration"),
     ],
 )
 @pooled(world_size=2)
-def test_other_heads(model_type: str, head: str) -> None:
+def test_other_heads(head: str) -> None:
     listed = []
     for length, target in ((8, 16), (16, 8), (7, 3)):  # the rows of one sequence are as many as the other has
         batch: dict[str, Any] = language_batches(131, count=1, seq=length)[0]
@@ -118,7 +115,7 @@ def test_other_heads(model_type: str, head: str) -> None:
         elif "Classification" in head:
             batch["labels"] = torch.arange(2) if "Sequence" in head else batch["labels"].clamp(max=2)
         listed.append(batch)
-    model = functools.partial(made, model_type, head)
+    model = functools.partial(made, head.partition("For")[0].lower(), head)
     check(model, listed, 1, config=sizes(2), step=False)
 
 
@@ -170,13 +167,10 @@ def test_dropout_differs_over_the_rows_and_is_drawn_again_the_same() -> None:
     model = autopar.initialize(model, sizes(2)).train()
     seen: list[torch.Tensor] = []
     autopar.local_hooks(model.model.layers[0].mlp)
-    model.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, out: seen.append(nn.functional.dropout(torch.ones(64)))
-    )
-    before = torch.get_rng_state()
-    model(**language_batches(131, count=1, seq=8)[0])
-    torch.set_rng_state(before)
-    model(**language_batches(131, count=1, seq=8)[0])
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(nn.functional.dropout(torch.ones(64))))
+    for _ in range(2):
+        torch.manual_seed(5)
+        model(**language_batches(131, count=1, seq=8)[0])
     assert torch.equal(seen[0], seen[1])
     everyone = collectives.all_gather(seen[0], model.mpu.cp, collectives.even_layout(128, 2), 0)
     assert not torch.equal(everyone[:64], everyone[64:])
@@ -195,8 +189,7 @@ GROUPS: dict[str, list[tuple[str, str, str]]] = {
         ("t5", "T5ForConditionalGeneration", "ulysses"),
     ],
     "others": [
-        ("gemma3_text", "Gemma3ForCausalLM", "auto"),
-        ("bert", "BertForMaskedLM", "auto"),
+        *(("gemma3_text", "Gemma3ForCausalLM", "auto"), ("bert", "BertForMaskedLM", "auto")),
         ("bart", "BartForConditionalGeneration", "auto"),
     ],
     "states": [(*kind, "auto") for kind in KINDS.values()],
@@ -233,10 +226,7 @@ def test_the_page_has_the_numbers_of_all_meshes() -> None:
 
 def four_sequences(batch: Batch) -> Batch:
     """Four sequences of a batch of one or two, for two micro-batches."""
-    return {
-        name: value.repeat(4 // value.shape[0], 1) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
+    return {n: x.repeat(4 // x.shape[0], 1) if isinstance(x, torch.Tensor) else x for n, x in batch.items()}
 
 
 def embedded(length: int) -> Batch:
@@ -261,13 +251,11 @@ def staged(schedule: str = "1f1b", method: str = "auto", **more: Any) -> dict[st
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gpipe", "interleaved"])
 @pooled(world_size=4)
 def test_masks_and_lengths_in_stages(schedule: str) -> None:
-    for make in (
-        functools.partial(llama, num_hidden_layers=4, tie_word_embeddings=schedule != "1f1b"),
-        functools.partial(gpt2, n_layer=4, n_positions=64),
-    ):
-        listed = causal_batches() + ([embedded(7)] if make.func is llama else [])
-        config = staged(schedule, "ulysses" if schedule == "gpipe" else "auto")
-        check_pipeline(make, listed, **config).mpu.destroy()
+    tied, config = schedule != "1f1b", staged(schedule, "ulysses" if schedule == "gpipe" else "auto")
+    of_llama = functools.partial(llama, num_hidden_layers=4, tie_word_embeddings=tied)
+    check_pipeline(of_llama, [*causal_batches(), embedded(7)], **config).mpu.destroy()
+    of_gpt2 = functools.partial(gpt2, n_layer=4, n_positions=64)
+    check_pipeline(of_gpt2, causal_batches(), **config).mpu.destroy()
 
 
 class Largest(TorchDispatchMode):

@@ -22,14 +22,12 @@ from autopar.tensor_parallel import sharded_logits
 from autopar.tensor_parallel.sharded_logits import ShardedLogits
 from tests.compare import same_gradients
 from tests.exchange import raises_everywhere
-from tests.features.context_parallel.test_exactness import made, sizes
+from tests.features.context_parallel.test_exactness import METHODS, VOCAB, made, sizes
 from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
 from tests.small import gpt2, llama
 from tests.tensor_parallel.test_sharded_logits import FROM_SHARDS, GATHERED
 from tests.tensor_parallel.test_sharded_logits_habits import HABITS
-
-METHODS = ("ulysses", "gather")
 
 
 def _ids(batch: int, seq: int) -> torch.Tensor:
@@ -177,10 +175,10 @@ def alike(build: Any, **more: int) -> None:
 
 
 @pytest.mark.tier("test", only=("llama",))
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("build", [llama, gpt2])
 @pooled(world_size=2)
-def test_gradients_of_inputs(name: str) -> None:
-    alike({"llama": llama, "gpt2": gpt2}[name])
+def test_gradients_of_inputs(build: Any) -> None:
+    alike(build)
 
 
 @pooled(world_size=4)
@@ -189,7 +187,6 @@ def test_gradients_of_inputs_beside_tensor_parallelism() -> None:
     alike(llama, tensor_parallel_size=2, sequence_parallel=True)
 
 
-VOCAB = 131
 FROM_ROWS = {"shifted", "smoothed sum", "each token", "capped", "biased", "double", "module", "a copy"}
 
 
@@ -281,16 +278,9 @@ def test_what_would_be_wrong_is_said_on_every_rank() -> None:
     (batch,) = language_batches(VOCAB, count=1)
     _, model = pair(llama())
     out = model(**batch)
-    for loss in (
-        out.loss,
-        out.logits.square().mean(),
-        model(**batch, output_hidden_states=True).hidden_states[1].sum(),
-    ):
-        with raises_everywhere(
-            ConfigError,
-            "create_graph=True is not supported with context_parallel_size",
-            "tensor_parallel_size or replicas",
-        ):
+    hidden, instead = model(**batch, output_hidden_states=True).hidden_states[1], "tensor_parallel_size or replicas"
+    for loss in (out.loss, out.logits.square().mean(), hidden.sum()):
+        with raises_everywhere(ConfigError, "create_graph=True is not supported with context_parallel_size", instead):
             torch.autograd.grad(loss, model.model.embed_tokens.weight, create_graph=True)
     labels = batch["labels"].clone()
     labels[0, -1] = VOCAB + 1  # of a row that one rank has

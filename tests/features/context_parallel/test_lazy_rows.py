@@ -12,13 +12,8 @@ from torch import nn
 import autopar
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
-from autopar.features.context_parallel.attention import (
-    _causal_rows,
-    _of_rows,
-    _with_whole_keys,
-    heads_layout,
-    keys_layout,
-)
+from autopar.features.context_parallel import attention
+from autopar.features.context_parallel.attention import _causal_rows, _of_rows, heads_layout, keys_layout
 from autopar.features.context_parallel.lazy_rows import LazyRows, OwnRows, _clipped, may_own_rows
 from autopar.features.context_parallel.plan import plan_rows
 from autopar.features.context_parallel.state import RowPlan, RowState
@@ -70,8 +65,7 @@ def test_what_treats_rows_apart_is_done_to_rows(operation: Callable[[torch.Tenso
     expected, ahead = operation(plain(IDS)), operation(made(IDS))
     assert isinstance(ahead, LazyRows) and ahead.shape == expected.shape and ahead.dtype == expected.dtype
     rows = state.rows_of(7)
-    own = ahead.opened(rows, 1)
-    torch.testing.assert_close(own, rows.shard(expected, 1, 1))
+    torch.testing.assert_close(ahead.opened(rows, 1), rows.shard(expected, 1, 1))
     assert not state.spoiled and "has rows 2 to 5" in f"{ahead}"
 
 
@@ -238,10 +232,9 @@ def test_every_row_lies_on_one_rank_and_each_rank_has_two_at_least(ranks: int, l
 
 
 def test_zigzag_rows_heads_and_masks() -> None:
-    looks = [int(_causal_rows(rows_layout(32, 4, zigzag=True), rank, torch.device("cpu")).sum()) for rank in range(4)]
-    assert looks == [132, 132, 132, 132]
-    looks = [int(_causal_rows(rows_layout(32, 4), rank, torch.device("cpu")).sum()) for rank in range(4)]
-    assert looks == [36, 100, 164, 228]
+    for zigzag, looks in ((True, [132, 132, 132, 132]), (False, [36, 100, 164, 228])):
+        layout = rows_layout(32, 4, zigzag=zigzag)
+        assert [int(_causal_rows(layout, rank, torch.device("cpu")).sum()) for rank in range(4)] == looks
 
     layout = heads_layout(3, 4, 2)  # 3 keys of 4 query heads each
     assert [layout.ranges(rank) for rank in range(2)] == [((0, 8),), ((8, 12),)]
@@ -249,7 +242,7 @@ def test_zigzag_rows_heads_and_masks() -> None:
     for mask, kind in ((torch.ones(2, 7), r"\[2, 7\]"), ("blocks", "str")):
         call: Any = SimpleNamespace(mask=mask, given={})
         with pytest.raises(ConfigError, match=f"requires a mask of 4 dims; 'sdpa' attention got {kind}"):
-            _with_whole_keys(rows_layout(7, 2), 0, "sdpa", call, False)
+            attention._with_whole_keys(rows_layout(7, 2), 0, "sdpa", call, False)
 
 
 @pytest.mark.parametrize("zigzag", [False, True])

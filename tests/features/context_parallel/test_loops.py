@@ -14,14 +14,12 @@ from transformers import get_cosine_schedule_with_warmup
 
 import autopar
 from tests.compare import same_weights
-from tests.features.context_parallel.test_exactness import CAUSAL, made, sizes
+from tests.features.context_parallel.test_exactness import CAUSAL, VOCAB, Batch, made, sizes
 from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
 from tests.small import gpt2, llama
 
-STEPS, VOCAB = 4, 131
-RECOMPUTED = {"activation_checkpointing": {"enable": True}}
-Batch = dict[str, Any]
+STEPS, RECOMPUTED = 4, {"activation_checkpointing": {"enable": True}}
 
 
 def padded(step: int, micro: int) -> Batch:
@@ -40,12 +38,8 @@ def packed(step: int, micro: int) -> Batch:
     first = 5 + micro
     positions = torch.cat([torch.arange(first), torch.arange(7 + step)])
     labels = batch["input_ids"].index_fill(1, torch.tensor([first]), -100)
-    return {
-        "input_ids": batch["input_ids"],
-        "labels": labels,
-        "position_ids": positions.expand(4, -1),
-        "use_cache": False,
-    }
+    given = {"input_ids": batch["input_ids"], "labels": labels}
+    return {**given, "position_ids": positions.expand(4, -1), "use_cache": False}
 
 
 def of_outputs(each: Any, batch: Batch) -> torch.Tensor:
@@ -130,16 +124,11 @@ def test_two_ranks(method: str) -> None:
     train(CAUSAL["windows"], sizes(2, method), packed, by_hand)
 
 
-@pooled(world_size=2)
-def test_sequence_parallel() -> None:
-    mesh = {"tensor_parallel_size": 2, "sequence_parallel": True}
-    train(CAUSAL["windows"], {"model_parallelism": mesh}, packed, by_hand)
-
-
 @pooled(world_size=4)
 def test_beside_other_axes() -> None:
     train(llama, {**sizes(2, tensor_parallel_size=2, sequence_parallel=True), **RECOMPUTED}, padded, by_hand)
     train(CAUSAL["learned positions"], {**sizes(2), "zero": {"stage": 1}})
+    train(CAUSAL["windows"], sizes(1, tensor_parallel_size=2, sequence_parallel=True), packed, by_hand)  # replicas
 
 
 @pytest.mark.every_case

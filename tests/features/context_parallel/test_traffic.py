@@ -46,19 +46,21 @@ def of_the_loss(n: int) -> int:
 
 def counted(n: int, kv_heads: int, method: str, batch: dict[str, torch.Tensor]) -> int:
     """Bytes that this rank sends in the second step: checks that happen once are done."""
-    model = llama(
-        hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, num_key_value_heads=kv_heads, num_hidden_layers=LAYERS
-    )
-    parallelism = {"context_parallel_size": n, "context_parallel_method": method}
-    model = autopar.initialize(model, {"model_parallelism": parallelism})
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": kv_heads, "hidden_size": HEADS * HEAD_DIM}
+    model = autopar.initialize(llama(**heads, num_hidden_layers=LAYERS), sizes(n, method))
+    found = second_step(model, batch)
+    assert all(each.name in SENT for each in found), found
+    return sent(found, n)
+
+
+def second_step(model: Any, batch: dict[str, Any]) -> list[Collective]:
+    """Collectives of a step, without what the checks compare."""
 
     def step() -> None:
         model(**batch).loss.backward()
 
     step()
-    found = [each for each in record(step) if each.dtype != torch.int64]  # without what the checks compare
-    assert all(each.name in SENT for each in found), found
-    return sent(found, n)
+    return [each for each in record(step) if each.dtype != torch.int64]
 
 
 @pooled(world_size=4)
@@ -90,17 +92,11 @@ def handed_on(config: Any, name: str, itemsize: int = BYTES) -> int:
 @pooled(world_size=4)
 def test_a_module_that_hands_on_states_sends_what_the_page_says() -> None:
     """To the rank behind, and back; whatever the length. The rest is attention and the loss."""
-    for n, (name, head) in itertools.product(
-        (2, 4), (("qwen3_next", "Qwen3NextForCausalLM"), ("lfm2", "Lfm2ForCausalLM"))
-    ):
+    ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 131
+    kinds = (("qwen3_next", "Qwen3NextForCausalLM"), ("lfm2", "Lfm2ForCausalLM"))
+    for n, (name, head) in itertools.product((2, 4), kinds):
         model = autopar.initialize(made(name, head, 4, 4), sizes(n, "ulysses"))
-        ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 131
-
-        def step(model: Any = model, ids: torch.Tensor = ids) -> None:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-
-        step()
-        found = [each for each in record(step) if each.dtype != torch.int64]
+        found = second_step(model, {"input_ids": ids, "labels": ids, "use_cache": False})
         rank, messages = model.mpu.cp.rank, [each for each in found if each.name == "send"]
         neighbours = (rank > 0) + (rank < n - 1)
         assert sum(each.bytes for each in messages) == neighbours * handed_on(model.config, name), (name, n)

@@ -5,18 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.tensor import DTensor
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel
 
 import autopar
 from autopar.checkpoint.hf_weights import FullWeights
@@ -34,20 +25,23 @@ def precise(model: PreTrainedModel) -> PreTrainedModel:
 
 def mixtral(experts: int = 6, **fields: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    return precise(MixtralForCausalLM(MixtralConfig(num_local_experts=experts, **{**_SIZES, **_MORE, **fields})))
+    config = transformers.MixtralConfig(num_local_experts=experts, **{**_SIZES, **_MORE, **fields})
+    return precise(transformers.MixtralForCausalLM(config))
 
 
 def qwen3(experts: int = 5, **fields: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"head_dim": 8, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=experts, **sizes, **_SIZES, **_MORE, **fields))
+    config = transformers.Qwen3MoeConfig(num_experts=experts, **sizes, **_SIZES, **_MORE, **fields)
+    return transformers.Qwen3MoeForCausalLM(config)
 
 
 def qwen2() -> PreTrainedModel:
     """Every token also goes to an expert that is no part of the others, behind a gate."""
     torch.manual_seed(0)
     sizes = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12, "decoder_sparse_step": 1}
-    return precise(Qwen2MoeForCausalLM(Qwen2MoeConfig(num_experts=5, **sizes, **_SIZES, **_MORE)))
+    config = transformers.Qwen2MoeConfig(num_experts=5, **sizes, **_SIZES, **_MORE)
+    return precise(transformers.Qwen2MoeForCausalLM(config))
 
 
 def deepseek() -> PreTrainedModel:
@@ -56,7 +50,7 @@ def deepseek() -> PreTrainedModel:
     heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
     routed = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
     sizes = {**_SIZES, **_MORE, **heads, **routed, "num_key_value_heads": 4, "moe_intermediate_size": 8}
-    return precise(DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)))
+    return precise(transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes)))
 
 
 def batches(step: int, replicas: int, *, even: bool = False) -> list[list[torch.Tensor]]:

@@ -45,8 +45,7 @@ class ListedConfig(transformers.PretrainedConfig):
 
     def __init__(self, experts: int = 5, style: str = "hit", reachable: int = 5, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.vocab_size, self.width, self.ffn, self.layers = 31, 16, 12, 2
-        self.heads = 4
+        self.vocab_size, self.width, self.ffn, self.layers, self.heads = 31, 16, 12, 2, 4
         self.experts, self.style, self.reachable = experts, style, reachable
 
 
@@ -152,13 +151,10 @@ LISTED = {
             **{name: {"column": "heads"} for name in "qkv"},
             "o": {"row": "heads"},
             "mlp.gate": "replicated",
-            "mlp.shared.up": {"column": "ffn"},
-            "mlp.shared.down": {"row": "ffn"},
-            "mlp.shared.scale": "replicated",
             "mlp.experts": {"by_expert": "experts"},
-            "mlp.experts.*.up": {"column": "ffn"},
-            "mlp.experts.*.down": {"row": "ffn"},
-            "mlp.experts.*.scale": "replicated",
+            **{f"mlp.{path}.up": {"column": "ffn"} for path in ("shared", "experts.*")},
+            **{f"mlp.{path}.down": {"row": "ffn"} for path in ("shared", "experts.*")},
+            **{f"mlp.{path}.scale": "replicated" for path in ("shared", "experts.*")},
         },
     },
     "suffix": {"norm": "replicated"},

@@ -134,7 +134,7 @@ def test_sizes_that_do_not_fit_and_a_mixture_without_the_feature() -> None:
     with pytest.raises(ConfigError, match="this model has no experts"):
         autopar.initialize(llama(), by_expert(2))
     with pytest.raises(ConfigError, match=r"that divides 2 x 1 replicas = 2: 1, 2 fit here$"):
-        autopar.initialize(mixtral(), {"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 4}})
+        autopar.initialize(mixtral(), {"tp": 2, "ep": 4})
 
     plain = routed()
     with mock.patch.object(registry, "features", tuple):
@@ -229,7 +229,7 @@ def test_the_trainer_adds_it_once(tmp_path: Path) -> None:
         trainer = ParallelTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
         before = trainer.evaluate()["eval_loss"]
         trainer.train()
-    ids = torch.stack([each["input_ids"] for each in data])
+    ids = batch_of(0, 2)["input_ids"]
     losses, optimizer = [], torch.optim.SGD(plain.parameters(), lr=0.1)
     assert before == pytest.approx(plain.eval()(input_ids=ids, labels=ids).loss.item(), abs=1e-6)
     plain.train()

@@ -12,18 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import ConfigError
 from tests.data_parallel.whole_optimizers import MATRICES
-from tests.features.experts.mixtures import (
-    batches,
-    close,
-    compare,
-    deepseek,
-    mixtral,
-    qwen2,
-    qwen3,
-    reference,
-    train,
-    wholes,
-)
+from tests.features.experts import mixtures
+from tests.features.experts.mixtures import batches, close, compare, mixtral, qwen3, reference, train, wholes
 from tests.features.experts.module_mixtures import switch
 from tests.harness.worlds import pooled
 
@@ -44,15 +34,16 @@ def test_two_replicas_hold_half_of_the_experts_each(dispatch: str) -> None:
     assert experts.num_experts == 5 and type(experts).__name__ == "MixtralExperts"
 
 
-RECOMPUTED = {"activation_checkpointing": {"enable": True}}
+RECOMPUTED, ZERO_3 = {"activation_checkpointing": {"enable": True}}, {"zero": {"stage": 3}}
+ALL_REDUCE = {"model_parallelism": {"expert_dispatch": "all_reduce"}}
 _FOUR: dict[str, dict[str, Any]] = {
     "tp 2 x dp 2": {"tp": 2, "ep": 4},
     "six experts on four replicas": {"ep": 4},
     "edp 2": {"ep": 2},
     "pp 2": {"ep": 2, "pp": 2, "pipeline": {"num_microbatches": 2}},
     "cp 2": {"ep": 2, "cp": 2},
-    "all_reduce, tp 2 x dp 2": {"tp": 2, "ep": 4, "model_parallelism": {"expert_dispatch": "all_reduce"}},
-    "whole experts on tp": {"tp": 2, "ep": 2, "model_parallelism": {"expert_dispatch": "all_reduce"}},
+    "all_reduce, tp 2 x dp 2": {"tp": 2, "ep": 4, **ALL_REDUCE},
+    "whole experts on tp": {"tp": 2, "ep": 2, **ALL_REDUCE},
     "sequence": {"tp": 2, "ep": 4, "model_parallelism": {"sequence_parallel": True}},
     "ZeRO-1, clipping": {"ep": 2, "zero": {"stage": 1}, "gradient_clipping": 1e9},
     "ZeRO-1, tp 2": {"tp": 2, "ep": 4, "zero": {"stage": 1}},
@@ -61,13 +52,8 @@ _FOUR: dict[str, dict[str, Any]] = {
     "recomputed": {"ep": 2, **RECOMPUTED},
 }
 _OF_ZERO_3 = ("edp 2", "six experts on four replicas", "tp 2 x dp 2", "cp 2", "sequence", "recomputed")
-_FOUR |= {f"ZeRO-3, {name}": {**_FOUR[name], "zero": {"stage": 3}} for name in _OF_ZERO_3}
-_FOUR["ZeRO-3, clipping, all_reduce"] = {
-    "ep": 2,
-    "zero": {"stage": 3},
-    "gradient_clipping": 1e9,
-    "model_parallelism": {"expert_dispatch": "all_reduce"},
-}
+_FOUR |= {f"ZeRO-3, {name}": {**_FOUR[name], **ZERO_3} for name in _OF_ZERO_3}
+_FOUR["ZeRO-3, clipping, all_reduce"] = {"ep": 2, **ZERO_3, "gradient_clipping": 1e9, **ALL_REDUCE}
 
 
 @pytest.mark.tier("test", only=("ZeRO-2, pp 2",))
@@ -81,7 +67,7 @@ def test_meshes_of_four(mesh: str) -> None:
 @pytest.mark.parametrize("name", ["Adafactor", "shampoo", "galore"])
 @pooled(world_size=2)
 def test_statistics_of_whole_matrices_are_saved_and_resumed_on_any_mesh(name: str, tmp_path: Path) -> None:
-    experts: dict[str, Any] = {"ep": 2}
+    experts = {"ep": 2}
     data = torch.cat([own[0] for own in batches(0, 2, even=True)])
     plain = mixtral()
     other = MATRICES[name](plain.parameters())
@@ -144,8 +130,7 @@ def test_distributed_data_parallel_leaves_experts_to_us(sizes: dict[str, int]) -
         assert abs(norms[0] - norms[1]) < 1e-5
         own.step()
         other.step()
-    with autopar.full_params(model):
-        assert all(close(p, dict(plain.named_parameters())[n]) for n, p in model.named_parameters())
+    assert all(close(weight, plain.get_parameter(name)) for name, weight in wholes(model).items())
     outer = torch.nn.ModuleDict({"inside": model})
     with pytest.raises(ConfigError) as info:
         DistributedDataParallel(outer, process_group=model.mpu.get_data_parallel_group())
@@ -158,11 +143,14 @@ def test_distributed_data_parallel_leaves_experts_to_us(sizes: dict[str, int]) -
     )
 
 
+_OF_TWO = ({"ep": 2}, {"tp": 2, "ep": 2})
+
+
 @pytest.mark.parametrize(
     ("make", "sizes"),
     [
         *((mixtral, sizes) for sizes in ({"ep": 4}, {"tp": 2, "ep": 4}, {"ep": 2, "pp": 2})),
-        *((switch, sizes) for sizes in ({"ep": 2}, {"tp": 2, "ep": 2})),
+        *((switch, sizes) for sizes in _OF_TWO),
     ],
 )
 @pooled(world_size=4)
@@ -179,10 +167,7 @@ def test_generate_goes_on_until_the_last_replica_has_ended(make: Any, sizes: dic
 
 @pytest.mark.parametrize(
     ("make", "config"),
-    [
-        *((mixtral, config) for config in ({"ep": 2}, {"tp": 2, "ep": 2}, {"ep": 2, **RECOMPUTED})),
-        *((switch, config) for config in ({"ep": 2}, {"tp": 2, "ep": 2})),
-    ],
+    [*((make, sizes) for make in (mixtral, switch) for sizes in _OF_TWO), (mixtral, {"ep": 2, **RECOMPUTED})],
 )
 @pooled(world_size=4)
 def test_the_load_of_experts(make: Any, config: dict[str, Any]) -> None:
@@ -216,21 +201,14 @@ def adapted(*weights: str, experts: int = 8) -> Any:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        {"ep": 2},
-        {"tp": 2, "ep": 4},
-        {"tp": 2, "ep": 2},
-        {"ep": 2, "zero": {"stage": 3}},
-        {"tp": 2, "ep": 4, "zero": {"stage": 3}},
-    ],
+    "config", [{"ep": 2}, {"tp": 2, "ep": 4}, {"tp": 2, "ep": 2}, {"ep": 2, **ZERO_3}, {"tp": 2, "ep": 4, **ZERO_3}]
 )
 @pooled(world_size=4)
 def test_adapters_of_experts(config: dict[str, Any]) -> None:
     compare(lambda: adapted("gate_up_proj", "down_proj"), config)
 
 
-@pytest.mark.parametrize("config", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, "zero": {"stage": 3}}])
+@pytest.mark.parametrize("config", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, **ZERO_3}])
 @pooled(world_size=2)
 def test_adapters_of_one_of_two_weights_of_experts(config: dict[str, Any]) -> None:
     """PEFT takes the weight out for a forward, and puts it back behind the other one."""
@@ -243,9 +221,6 @@ def test_adapters_of_one_expert_a_rank_are_refused() -> None:
     for sizes, most in (({"ep": 4}, 3), ({"tp": 2, "ep": 4}, 2)):
         with pytest.raises(ConfigError, match=rf"6 experts over 4 ranks leave one on rank 2\n.* at most {most}\."):
             autopar.initialize(adapted("down_proj", experts=6), sizes)
-
-
-ZERO_3 = {"zero": {"stage": 3}}
 
 
 def expert_parameters(model: Any) -> dict[str, Any]:
@@ -266,7 +241,7 @@ def test_each_replica_holds_half_of_the_experts_and_of_the_rest(make: Any) -> No
     assert [len(model.lm_head.weight.to_local()), mpu.edp.size] == [16 - mpu.dp.rank, 1]
 
 
-@pytest.mark.parametrize("make", [qwen2, deepseek])
+@pytest.mark.parametrize("make", [mixtures.qwen2, mixtures.deepseek])
 @pooled(world_size=4)
 def test_experts_that_all_tokens_go_to_lie_on_all_replicas(make: Any) -> None:
     model, _, _ = compare(make, {"ep": 2, **ZERO_3})
@@ -284,11 +259,8 @@ def test_norms_of_any_order_and_of_one_parameter() -> None:
     train(model, data[model.mpu.dp.rank])
     for order in (1.0, 2.0, float("inf")):
         due = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, order)
-        for norm in (
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, order),
-            autopar.clip_grad_norm_(model, 1e9, order),
-        ):
-            assert abs(norm - due) < 1e-6 * due, order
+        for clip, of in ((torch.nn.utils.clip_grad_norm_, model.parameters()), (autopar.clip_grad_norm_, model)):
+            assert abs(clip(of, 1e9, order) - due) < 1e-6 * due, order
     for name, parameter in model.named_parameters():
         norm = torch.nn.utils.get_total_norm([parameter.grad])
         assert abs(norm - gradients[name].norm()) < 1e-6 * gradients[name].norm(), name

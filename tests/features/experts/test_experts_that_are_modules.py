@@ -69,11 +69,10 @@ def never(model: Any) -> Any:
 
 
 def matches(name: str, config: dict[str, Any], **settings: Any) -> Any:
-    make = _MODELS[name]
-    policy = LISTED if name not in ("nllb",) and "switch" not in name else None
+    policy = LISTED if name != "nllb" and "switch" not in name else None
     if name == "nllb":  # the bias of keys has no gradient but rounding, of which Adam makes steps
         settings["optimizer"] = torch.optim.SGD
-    return compare(make, config, policy=policy, tolerance=1e-6, **settings)
+    return compare(_MODELS[name], config, policy=policy, tolerance=1e-6, **settings)
 
 
 @pytest.mark.tier("all")

@@ -19,16 +19,8 @@ from tests.harness.tiers import in_tier, mainly
 from tests.harness.worlds import pooled
 from tests.small import gpt2, llama
 
-SUMMED = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-]
+SUMMED = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SUMMED += [torch.uint8, torch.int8, torch.int32, torch.int64]
 RANKS = [*mainly(2, 3, 5), *in_tier("sweep", [4])]
 
 
@@ -150,9 +142,7 @@ def test_modes_of_autograd() -> None:
         with mode:  # views that are made in one mode are used in all
             x = values((5, 5), torch.float32)
             assert torch.equal(collectives.reduce(x, shm), collectives.reduce(x, gloo))
-            assert torch.equal(
-                collectives.all_gather(mine, shm, layout, 0), collectives.all_gather(mine, gloo, layout, 0)
-            )
+            assert torch.equal(*(collectives.all_gather(mine, axis, layout, 0) for axis in (gloo, shm)))
     leaf = mine.clone().requires_grad_()
     assert not collectives.all_gather(leaf, shm, layout, 0).requires_grad
     results = []
@@ -185,18 +175,14 @@ def test_who_follows_tensors_sees_what_a_collective_makes() -> None:
         for x in (marked, plain):
             gathered = collectives.all_gather(x, shm, collectives.even_layout(8, 2), 0)
             outs.append((collectives.reduce(x, shm), gathered, collectives.reduce_scatter(x, shm)))
-    for x in outs[0]:
-        assert storage_key(x) in follow.marked
-    for x in outs[1]:
-        assert storage_key(x) not in follow.marked
+    assert [[storage_key(x) in follow.marked for x in made] for made in outs] == [[True] * 3, [False] * 3]
     assert torch.equal(outs[0][1], torch.ones(8))
     assert torch.equal(outs[0][2], torch.full((2,), 2.0))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("make", [llama, gpt2])
 @pooled(world_size=2)
-def test_a_model_gives_what_it_gives_over_gloo(family: str) -> None:
-    make = {"llama": llama, "gpt2": gpt2}[family]
+def test_a_model_gives_what_it_gives_over_gloo(make: Any) -> None:
     ids = torch.arange(40).view(2, 20) % 131
     plain = make()
     plain(input_ids=ids, labels=ids).loss.backward()
@@ -210,10 +196,7 @@ def test_a_model_gives_what_it_gives_over_gloo(family: str) -> None:
         with torch.no_grad():
             tokens = model.generate(ids[:, :4], max_new_tokens=6, do_sample=False)
         same_gradients(model, plain)
-        models.append((out.loss.detach(), out.logits.detach(), tokens, [p.grad for p in model.parameters()], model))
-    (loss, logits, tokens, gradients, _), (loss_2, logits_2, tokens_2, gradients_2, shm) = models
-    assert torch.equal(loss, loss_2) and torch.equal(logits, logits_2) and torch.equal(tokens, tokens_2)
-    for one, other in zip(gradients, gradients_2, strict=True):
-        assert torch.equal(one, other)
-    same_on_all(loss_2)
-    autopar.deparallelize(shm)
+        models.append([out.loss.detach(), out.logits.detach(), tokens, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*models, strict=True))
+    same_on_all(models[1][0])
+    autopar.deparallelize(model)

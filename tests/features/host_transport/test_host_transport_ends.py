@@ -200,13 +200,10 @@ def test_a_rank_that_is_killed_is_named_and_leaves_nothing(doomed: int) -> None:
     assert not [name for name in left if "autopar" in name]
 
 
-def _offers(hosts: str, cores: int = 8, problems: dict[int, str] | None = None) -> list[_Offer]:
+def _offers(hosts: str, cores: int = 8) -> list[_Offer]:
     """One rank on each of these hosts of one letter."""
-    problem = problems or {}
-    return [
-        _Offer(Process(f"{host} boot-{host}", rank, "1"), frozenset(range(cores)), -1, problem.get(rank, ""))
-        for rank, host in enumerate(hosts)
-    ]
+    processes = [Process(f"{host} boot-{host}", rank, "1") for rank, host in enumerate(hosts)]
+    return [_Offer(process, frozenset(range(cores)), -1, "") for process in processes]
 
 
 @pytest.mark.parametrize(
@@ -216,13 +213,7 @@ def _offers(hosts: str, cores: int = 8, problems: dict[int, str] | None = None) 
         ("aabb", [[0, 1], [2, 3]], 2, "auto", ""),
         ("aaaa", [[0, 1], [2, 3]], 3, "auto", "4 ranks run on the 3 cores of a (boot-a)"),
         ("aaaa", [[0, 1], [2, 3]], 3, "shm", ""),
-        (
-            "aaab",
-            [[0, 1], [2, 3]],
-            9,
-            "shm",
-            "ranks [2, 3] form a group, and rank 2 runs on a (boot-a), rank 3 on b (boot-b)",
-        ),
+        ("aaab", [[2, 3]], 9, "shm", "ranks [2, 3] form a group, and rank 2 runs on a (boot-a), rank 3 on b (boot-b)"),
     ],
 )
 def test_who_shares_memory(hosts: str, groups: list[list[int]], cores: int, choice: str, expected: str) -> None:
@@ -249,22 +240,14 @@ def test_auto_takes_shared_memory_where_it_can_and_shm_is_an_error_elsewhere() -
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    def other_place() -> str:
-        return f"host-{rank} boot"
-
     size = segment_bytes(2)
-    before = segments()
+    before, places = segments(), "ranks [0, 1] form a group, and rank 0 runs on host-0 (boot), rank 1 on host-1 (boot)"
     cases = [
         (platform, "machine", lambda: "aarch64" if rank else "x86_64", "rank 1: its processor, aarch64, may show"),
         (os, "posix_fallocate", refuse, f"rank 0: there are no {size} bytes to share ([Errno 28] No space left"),
         (host_transport.mmap, "mmap", refuse, "rank 0: it cannot open the memory of rank 0 ([Errno 28] No space"),
         (host_transport, "segment_bytes", lambda _: size + rank, "rank 1: /proc/"),
-        (
-            host_transport.Process,
-            "current",
-            lambda: Process(other_place(), os.getpid(), ""),
-            "ranks [0, 1] form a group, and rank 0 runs on host-0 (boot), rank 1 on host-1 (boot)",
-        ),
+        (host_transport.Process, "current", lambda: Process(f"host-{rank} boot", os.getpid(), ""), places),
     ]
     for holder, name, instead, text in cases:
         with pytest.MonkeyPatch.context() as patch:

@@ -62,13 +62,6 @@ class Tiny(nn.Module):
         return logits, vocab_parallel_cross_entropy(logits, target, group=self.group, reduction="mean")
 
 
-def plain_and_parallel(group: Any) -> tuple[Tiny, Tiny]:
-    torch.manual_seed(7)
-    plain = Tiny()
-    torch.manual_seed(7)
-    return plain, Tiny(group)
-
-
 def ids(seed: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(seed))
 
@@ -77,7 +70,10 @@ def ids(seed: int) -> torch.Tensor:
 def test_a_transformer_of_ones_own_is_exact() -> None:
     for tp in (2, 4):
         mpu = MPU(tensor_parallel_size=tp)
-        plain, parallel = plain_and_parallel(mpu)
+        torch.manual_seed(7)
+        plain = Tiny()
+        torch.manual_seed(7)
+        parallel = Tiny(mpu)
         for name, tensor in full_state_dict(parallel).items():
             assert torch.equal(tensor, plain.state_dict()[name]), f"{name} starts differently"
         for seed in (1, 2):
@@ -114,14 +110,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 @pooled(world_size=2)
 def test_an_mlp_as_in_megatron() -> None:
     mpu = MPU(tensor_parallel_size=2)
-
-    def method(weight: torch.Tensor) -> None:
-        nn.init.xavier_normal_(weight)
-
+    method = nn.init.xavier_normal_
     torch.manual_seed(3)
-    weights = [torch.empty(7, 6), torch.empty(4, 7)]
-    for weight in weights:
-        method(weight)
+    weights = [method(torch.empty(7, 6)), method(torch.empty(4, 7))]
     torch.manual_seed(3)
     up = ColumnParallelLinear(
         6, 7, gather_output=True, init_method=method, skip_bias_add=True, keep_master_weight_for_test=True, group=mpu

@@ -97,9 +97,8 @@ def _loss_mask_step(data_iterator: Any, model: Any) -> Any:
     logits = model(batch["input_ids"]).logits
 
     def loss_func(logits: torch.Tensor) -> Any:
-        losses = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none"
-        )
+        labels = batch["labels"][:, 1:].flatten()
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="none")
         mask = batch["loss_mask"][:, 1:].flatten()
         loss, tokens = (losses * mask).sum(), mask.sum().int()
         return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens])}
@@ -128,17 +127,10 @@ def test_three_values_of_loss_func_and_lists_of_iterators(sizes: tuple[int, int]
         for batch in _masked_batches(4):
             loss, tokens, _ = _loss_mask_step(iter([batch]), plain)[1](plain(batch["input_ids"]).logits)
             (loss / tokens.clamp(min=1) / 4).backward()
-        reports = get_forward_backward_func(pp_size=pp, vp_size=chunks)(
-            forward_step_func=_loss_mask_step,
-            data_iterator=given,
-            model=[model] * len(given),
-            num_microbatches=4,
-            seq_length=7,
-            micro_batch_size=2,
-            decoder_seq_length=7,
-            first_val_step=None,
-            forward_only=False,
-        )
+        settings = {"num_microbatches": 4, "seq_length": 7, "micro_batch_size": 2, "decoder_seq_length": 7}
+        settings |= {"model": [model] * len(given), "first_val_step": None, "forward_only": False}
+        run = get_forward_backward_func(pp_size=pp, vp_size=chunks)
+        reports = run(forward_step_func=_loss_mask_step, data_iterator=given, **settings)
         assert len(reports) == (4 if pipeline_of(model).last else 0)
         assert [int(report["lm loss"][1]) for report in reports] in ([], [7, 0, 9, 10])
         same_gradients(model, plain)
@@ -183,8 +175,6 @@ def test_what_is_not_megatrons_is_named() -> None:
     def returning(value: Any) -> Any:
         return lambda iterator, model: (model(**next(iterator)), lambda outputs: value)
 
-    raises(
-        "loss_func must return (loss, report) or (sum of losses, number of tokens, report), got Tensor",
-        forward_step_func=returning(torch.ones(())),
-    )
+    accepted = "(loss, report) or (sum of losses, number of tokens, report)"
+    raises(f"loss_func must return {accepted}, got Tensor", forward_step_func=returning(torch.ones(())))
     raises("forward_step_func must return (outputs, loss_func), not", forward_step_func=lambda i, m: m(**next(i)))

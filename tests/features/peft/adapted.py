@@ -40,9 +40,8 @@ def randomise_adapters(model: Any, seed: int = 2) -> Any:
 
 def two_adapters() -> Any:
     """A Llama with two adapters, of which the first is active."""
-    model = with_lora(
-        llama(), target_modules=["q_proj", "v_proj", "o_proj", "embed_tokens"], modules_to_save=["lm_head"]
-    )
+    targets = ["q_proj", "v_proj", "o_proj", "embed_tokens"]
+    model = with_lora(llama(), target_modules=targets, modules_to_save=["lm_head"])
     model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["down_proj", "k_proj"], task_type="CAUSAL_LM"))
     model.set_adapter("second")
     randomise_adapters(model, 5)

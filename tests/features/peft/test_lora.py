@@ -18,18 +18,17 @@ from tests.exchange import raises_everywhere
 from tests.features.experts.mixtures import compare
 from tests.features.peft.adapted import batch, peft, phi3, randomise_adapters, same_training, whole_of, with_lora
 from tests.harness.worlds import pooled
-from tests.parity import close
+from tests.parity import all_close, close
 from tests.random_models import build, cases, kind
 from tests.small import gpt2, llama
 
+CONV1D = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama, queries and values": lambda: with_lora(llama(), target_modules=["q_proj", "v_proj"]),
     "llama, all linear": lambda: with_lora(llama(), target_modules="all-linear", use_rslora=True, lora_bias=False),
-    "gpt2, Conv1D": lambda: with_lora(gpt2(), target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
+    "gpt2, Conv1D": lambda: with_lora(gpt2(), **CONV1D),
     "llama, DoRA": lambda: with_lora(llama(attention_bias=True), target_modules="all-linear", use_dora=True),
-    "gpt2, DoRA": lambda: with_lora(
-        gpt2(), target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, use_dora=True
-    ),
+    "gpt2, DoRA": lambda: with_lora(gpt2(), **CONV1D, use_dora=True),
     "phi3, DoRA": lambda: with_lora(phi3(), target_modules="all-linear", use_dora=True),
     "phi3, fused": lambda: with_lora(phi3(), target_modules="all-linear"),
 }
@@ -97,9 +96,8 @@ def test_kv_heads_on_several_ranks():
     model = with_lora(llama(), target_modules="all-linear")  # 3 KV heads
     same_training(model, {"tp": 4})
     scaled = _ia3(llama(), ["k_proj", "down_proj"], ["down_proj"])
-    with pytest.raises(
-        ConfigError, match=r"adapters at .*k_proj are not supported with the rule 'column' of kv_heads .*\n.*modules_to"
-    ):
+    words = r"adapters at .*k_proj are not supported with the rule 'column' of kv_heads .*\n.*modules_to"
+    with pytest.raises(ConfigError, match=words):
         autopar.initialize(scaled, {"tp": 4})
 
 
@@ -122,15 +120,11 @@ def test_dora_is_saved_merged_and_made_later(tmp_path: Path) -> None:
     loaded = dict(peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters").named_parameters())
     names = [name for name in loaded if "lora_" in name]
     assert len(names) == 3 * 14
-    for name, parameter in plain.named_parameters():
-        if name in names:
-            assert torch.equal(loaded[name], parameter), name
+    assert all(torch.equal(loaded[name], plain.get_parameter(name)) for name in names)
     due = plain(**batch()).logits
-    close(model(**batch()).logits[:], due, "logits")
-    model.merge_adapter()
-    close(model(**batch()).logits[:], due, "logits of merged weights")
-    model.unmerge_adapter()
-    close(model(**batch()).logits[:], due, "logits of weights that were merged")
+    for change in (list, model.merge_adapter, model.unmerge_adapter):
+        change()
+        close(model(**batch()).logits[:], due, f"logits after {change}")
     torch.manual_seed(3)
     later = get_peft_model(autopar.initialize(llama(), {"tp": 2}), peft.LoraConfig(**DORA, task_type="CAUSAL_LM"))
     close(later(**batch()).logits[:], llama()(**batch()).logits, "logits of adapters that begin with nothing")
@@ -158,8 +152,7 @@ def test_two_ranks_by_two_stages_or_replicas(tmp_path: Path, zero: int):
         if model.mpu.rank == 0:
             due, found = peft.get_peft_model_state_dict(plain), load_file(tmp_path / "adapter_model.safetensors")
             assert found.keys() == due.keys()
-            for name, weight in due.items():
-                close(found[name], weight, f"{name} after three steps")
+            all_close(found, due, "{} after three steps")
 
 
 SP = {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}}
@@ -173,18 +166,6 @@ def two(**settings: Any) -> Any:
     model.set_adapter("two")
     randomise_adapters(model, 3)
     model.set_adapter("default")
-    return model
-
-
-def disabled(**settings: Any) -> Any:
-    model = two(**settings)
-    model.base_model.disable_adapter_layers()
-    return model
-
-
-def merged(**settings: Any) -> Any:
-    model = two(**settings)
-    model.merge_adapter()
     return model
 
 
@@ -205,14 +186,18 @@ def add(model: Any) -> None:
     model.set_adapter("three")
 
 
-LATER: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[Any], None]]] = {
-    "second": (two, {}, lambda model: model.set_adapter("two")),
-    "disabled": (disabled, {}, enable),
-    "merged": (merged, {}, unmerge),
-    "added": (two, {}, add),
-    "dora": (two, {"use_dora": True}, lambda model: model.set_adapter("two")),
-    "saved copies": (two, {"modules_to_save": ["input_layernorm", "o_proj"]}, lambda model: model.set_adapter("two")),
-    "saved copies disabled": (disabled, {"modules_to_save": ["input_layernorm"]}, enable),
+def to_two(model: Any) -> None:
+    model.set_adapter("two")
+
+
+LATER: dict[str, tuple[str, dict[str, Any], Callable[[Any], None]]] = {  # a method of before, and what is done later
+    "second": ("", {}, to_two),
+    "disabled": ("disable_adapter_layers", {}, enable),
+    "merged": ("merge_adapter", {}, unmerge),
+    "added": ("", {}, add),
+    "dora": ("", {"use_dora": True}, to_two),
+    "saved copies": ("", {"modules_to_save": ["input_layernorm", "o_proj"]}, to_two),
+    "saved copies disabled": ("disable_adapter_layers", {"modules_to_save": ["input_layernorm"]}, enable),
 }
 
 
@@ -220,8 +205,10 @@ LATER: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[Any], None]
 @pytest.mark.parametrize("case", LATER)
 @pooled(world_size=2)
 def test_an_adapter_that_did_not_run_at_initialize_has_the_gradients_of_one_process(case: str) -> None:
-    build, settings, switch = LATER[case]
-    plain = build(**settings).train()
+    before, settings, switch = LATER[case]
+    plain = two(**settings).train()
+    if before:
+        getattr(plain.base_model, before)()
     model = autopar.initialize(copy.deepcopy(plain), SP)
     for turn in range(2):  # to the other adapter, and back
         for each in (plain, model):

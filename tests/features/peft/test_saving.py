@@ -19,7 +19,7 @@ from autopar.errors import CheckpointError, ConfigError
 from tests.exchange import by_rank_0, raises_everywhere
 from tests.features.peft.adapted import batch, peft, phi3, two_adapters, whole_of, with_lora
 from tests.harness.worlds import pooled
-from tests.parity import close
+from tests.parity import all_close, close
 from tests.random_models import build, cases, kind
 from tests.small import gpt2, llama
 
@@ -77,18 +77,14 @@ def test_merged_adapters_are_saved_with_the_weights_and_what_saving_refuses(tmp_
         plain = with_lora(build_plain(), target_modules="all-linear")
         model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
         folder = tmp_path / str(number)
-        with pytest.raises(
-            CheckpointError,
-            match=r"merge_checkpoints=True is not supported with adapters at .*\n  Use adapter_only=True",
-        ):
+        words = r"merge_checkpoints=True is not supported with adapters at .*\n  Use adapter_only=True"
+        with pytest.raises(CheckpointError, match=words):
             model.save_parallelized(folder, merge_checkpoints=True)
         model.merge_adapter()
         model.save_parallelized(folder, merge_checkpoints=True)
         if dist.get_rank() == 0:
             merged = plain.merge_and_unload()
-            again = type(merged).from_pretrained(folder)
-            for name, weight in merged.state_dict().items():
-                close(again.state_dict()[name], weight, name)
+            all_close(type(merged).from_pretrained(folder).state_dict(), merged.state_dict(), "{}")
 
     size = {"tp": 2}
     model = autopar.initialize(with_lora(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True), size)
@@ -144,16 +140,13 @@ def test_checkpoints_of_adapted_models_load_on_any_mesh(tmp_path: Path):
         optimizer = _adam(model.train())
         model = autopar.initialize(model, {"tp": tp})
         model.from_parallelized(tmp_path / "stages", optimizer=optimizer)
-        weights = whole_of(model, dict(model.named_parameters()))
-        for name, parameter in plain.named_parameters():
-            close(weights[name], parameter.detach(), name)
+        all_close(whole_of(model, dict(model.named_parameters())), dict(plain.named_parameters()), "{}")
         model(**batch(1)).loss.backward()
         if tp == 4:  # goes on as if it had never stopped
             plain(**batch(1)).loss.backward()
             _step(optimizer, expected)
-            weights = whole_of(model, dict(model.named_parameters()))
-            for name, parameter in plain.named_parameters():
-                close(weights[name], parameter.detach(), f"{name} after going on")
+            held = whole_of(model, dict(model.named_parameters()))
+            all_close(held, dict(plain.named_parameters()), "{} after going on")
     if dist.get_rank() == 0:
         found = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
         assert found.keys() == saved.keys()
@@ -243,9 +236,7 @@ def test_files_of_an_adapter_are_for_a_parallelized_model(tmp_path: Path):
         after,
     ]
     for call in calls:
-        with raises_everywhere(
-            ConfigError, "holds an adapter, which lazy_init does not support", "model.load_adapter(folder"
-        ):
+        with raises_everywhere(ConfigError, "holds an adapter, which lazy_init does not support", "model.load_adapter"):
             call()
     model = inside(lambda: AutoModelForCausalLM.from_pretrained(base))  # as the error says
     model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder))

@@ -31,10 +31,7 @@ _EVEN = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4,
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaForCausalLM, lambda: transformers.LlamaConfig(**_SIZES)),
     "qwen3": (transformers.Qwen3ForCausalLM, lambda: transformers.Qwen3Config(**{**_SIZES, "num_key_value_heads": 1})),
-    "phi3": (
-        transformers.Phi3ForCausalLM,
-        lambda: transformers.Phi3Config(**{k: v for k, v in _SIZES.items() if k != "head_dim"}),
-    ),
+    "phi3": (transformers.Phi3ForCausalLM, lambda: transformers.Phi3Config(**_OF_PHI3)),
     "mixtral": (transformers.MixtralForCausalLM, lambda: transformers.MixtralConfig(**_SIZES, num_local_experts=4)),
     "gpt2": (transformers.GPT2LMHeadModel, lambda: transformers.GPT2Config(**_OF_GPT2)),
 }

@@ -212,18 +212,15 @@ def test_refusals(tmp_path: Path) -> None:
 
     model: Any = autopar.initialize(adapted("torchao int8"), {"tp": 2})
     name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer"
-    with raises_everywhere(
-        ConfigError, f"full_tensor is not supported with quantized weights, got {name}.weight (torchao int8)"
-    ):
+    with raises_everywhere(ConfigError, f"full_tensor is not supported with quantized weights, got {name}.weight (t"):
         autopar.full_tensor(model.get_submodule(name).weight)
     model.merge_adapter()  # PEFT quantizes each rank's part anew
     with raises_everywhere(ConfigError, ", but has bias, weight", "deparallelize(model), ch"):
         model(IDS)
     fp32: Any = adapted("torchao float8")
     optimizer = torch.optim.AdamW([p for p in fp32.parameters() if p.requires_grad])
-    with raises_everywhere(
-        ConfigError, "(torchao float8) must be quantized from precision.dtype torch.bfloat16, got torch.float32"
-    ):
+    text = "(torchao float8) must be quantized from precision.dtype torch.bfloat16, got torch.float32"
+    with raises_everywhere(ConfigError, text):
         autopar.initialize(fp32, {"precision": {"dtype": "bf16"}}, optimizer=optimizer)
     for config, text in (
         (Int8DynamicActivationInt8WeightConfig(), "torchao's Int8Tensor with quantized inputs is not supported"),

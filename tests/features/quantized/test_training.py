@@ -22,7 +22,7 @@ from tests.exchange import raises_everywhere
 from tests.features.peft.adapted import whole_of
 from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, bitsandbytes, quantized
 from tests.harness.worlds import pooled
-from tests.parity import close
+from tests.parity import all_close, close
 
 peft = pytest.importorskip("peft")
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -49,8 +49,7 @@ def check_training(
         close(other, one, "loss")
     found, due = whole_of(model, gradients(model)), gradients(plain)
     assert set(found) == set(due)
-    for name, gradient in due.items():
-        close(found[name], gradient, name)
+    all_close(found, due, "{}")
     return plain, model
 
 
@@ -180,7 +179,8 @@ def test_steps_on_meshes_and_on_another_one(form: str, tmp_path: Path) -> None:
             loss.backward()
         autopar.average_gradients(model)
         optimizer.step()
-        expected = sum(plain(**half).loss for half in halves(batch, model.mpu.dp.size)) / model.mpu.dp.size
+        parts = zip(*(x.chunk(model.mpu.dp.size) for x in batch.values()), strict=True)
+        expected = torch.stack([plain(**dict(zip(batch, part, strict=True))).loss for part in parts]).mean()
         expected.backward()
         steps[0].step()
         steps[0].zero_grad()
@@ -191,23 +191,13 @@ def test_steps_on_meshes_and_on_another_one(form: str, tmp_path: Path) -> None:
         model.save_parallelized(f"{folder} adapters", adapter_only=True)
         dist.barrier()
         loaded = peft.PeftModel.from_pretrained(quantized(form), f"{folder} adapters")
-        state = dict(loaded.named_parameters())
-        for name, parameter in plain.named_parameters():
-            if parameter.requires_grad:
-                close(state[name], parameter, name)
-
-
-def halves(batch: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    parts = [x.chunk(count) for x in batch.values()]
-    return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+        all_close(dict(loaded.named_parameters()), {n: p for n, p in plain.named_parameters() if p.requires_grad}, "{}")
 
 
 @pooled(world_size=2)
 def test_refusals_and_layers_inside_a_region(tmp_path: Path) -> None:
     model = autopar.initialize(adapted("nf4"), {"tp": 2})
-    with raises_everywhere(
-        CheckpointError, "merge_checkpoints=True would leave out 14 quantized weights, such as base_"
-    ):
+    with raises_everywhere(CheckpointError, "merge_checkpoints=True would leave out 14 quantized weights, such as bas"):
         model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
     with raises_everywhere(CheckpointError, "hf_weights would leave out 14 quantized weights, such as"):
         list(autopar.hf_weights(model))
@@ -230,9 +220,8 @@ def test_sizes_that_do_not_fit() -> None:
     sizes = {"hidden_size": 192, "num_attention_heads": 6, "head_dim": 32, "num_key_value_heads": 6}
     model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=320, num_hidden_layers=1, vocab_size=8))
     layer = model.model.layers[0].self_attn
-    layer.o_proj = bitsandbytes.nn.Linear4bit(192, 192, bias=False, quant_type="nf4", compress_statistics=False).to(
-        "cpu"
-    )
+    nf4 = {"quant_type": "nf4", "compress_statistics": False}
+    layer.o_proj = bitsandbytes.nn.Linear4bit(192, 192, bias=False, **nf4).to("cpu")
     with as_plain(model), pytest.raises(ConfigError) as error:
         make_plan(model, find_policy(model), 2)
     assert str(error.value) == (

@@ -26,35 +26,23 @@ from autopar.errors import CheckpointError, ConfigError
 from autopar.features.quantized.files import Mxfp4
 from autopar.storage.lazy_tensor import InMemory
 from tests.exchange import by_rank_0, raises_everywhere
-from tests.features.quantized.models import (
-    FAMILIES,
-    FORMS,
-    adapted,
-    batches,
-    how,
-    quantized,
-    say,
-    write,
-    write_fp8,
-    write_mxfp4,
-)
+from tests.features.quantized import models
+from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, how, quantized, say, write
 from tests.features.quantized.test_folders import MESHES, let_pack, same, saved, written
 from tests.harness.worlds import pooled
-from tests.parity import close
+from tests.parity import all_close, close
 
 
 def equal_files(folder: Path, due: Path) -> None:
     """Compare the tensors of two folders that transformers could read."""
-    files = [
-        {k: v for file in sorted(x.glob("*.safetensors")) for k, v in load_file(file).items()} for x in (folder, due)
-    ]
-    assert set(files[0]) == set(files[1])
-    for name, tensor in files[1].items():
-        one = files[0][name]
+    read: list[dict[str, torch.Tensor]] = []
+    for each in (folder, due):
+        read.append({k: x for file in each.glob("*.safetensors") for k, x in load_file(file).items()})
+    assert set(read[0]) == set(read[1])
+    for name, tensor in read[1].items():
+        one = read[0][name]
         assert one.dtype == tensor.dtype and one.shape == tensor.shape, name
-        assert torch.equal(
-            one.view(torch.uint8) if one.ndim else one, tensor.view(torch.uint8) if one.ndim else tensor
-        ), name
+        assert torch.equal(one.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
 
 
 @pytest.mark.tier("all")
@@ -167,9 +155,7 @@ def check_plain(kind: Any, folder: Path, how: Any) -> Path:
     for loss in losses:
         loss.backward()
     found = {name: p.grad for name, p in autopar.deparallelize(model).named_parameters()}
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None and found[name] is not None
-        close(found[name], parameter.grad, name)
+    all_close(found, {name: p.grad for name, p in plain.named_parameters()}, "gradient of {}")
     merged = folder / f"merged {how is None}"
     autopar.initialize(model, {"tp": 2}).save_parallelized(str(merged), merge_checkpoints=True)
     dist.barrier()
@@ -183,9 +169,9 @@ def check_plain(kind: Any, folder: Path, how: Any) -> Path:
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
 def test_what_transformers_dequantizes_is_plain(family: str, tmp_path: Path) -> None:
     if family == "gpt_oss":
-        check_plain(write_mxfp4(tmp_path), tmp_path, Mxfp4Config(dequantize=True))
+        check_plain(models.write_mxfp4(tmp_path), tmp_path, Mxfp4Config(dequantize=True))
         return
-    kind = write_fp8(tmp_path, family)
+    kind = models.write_fp8(tmp_path, family)
     check_plain(kind, tmp_path, None)  # without a GPU transformers dequantizes by itself
     merged = check_plain(kind, tmp_path, FineGrainedFP8Config(dequantize=True))
     names = set(load_file(merged / "model.safetensors"))
@@ -208,9 +194,7 @@ def test_formats_that_are_refused(tmp_path: Path) -> None:
     instead = "Load the original weights, and quantize them with BitsAndBytesConfig or TorchAoConfig."
     for method in ("gptq", "awq", "hqq", "quanto"):
         by_rank_0(say)(tmp_path, {"quant_method": method, "bits": 4})
-        with raises_everywhere(
-            ConfigError, f"has weights quantized by {method}, which autopar does not shard.", instead
-        ):
+        with raises_everywhere(ConfigError, f"has weights quantized by {method}, which autopar does not", instead):
             autopar.from_pretrained(AutoModelForCausalLM, tmp_path, {"tp": 2})
         dist.barrier()
     by_rank_0(say)(tmp_path, None)
@@ -220,7 +204,7 @@ def test_formats_that_are_refused(tmp_path: Path) -> None:
         (FineGrainedFP8Config(), "quantization_config=FineGrainedFP8Config(dequantize=True))."),
         (Mxfp4Config(), "quantization_config=Mxfp4Config(dequantize=True))."),
     ):
-        for mesh in ({"tp": 2}, {"pp": 2}, {}):
+        for mesh in MESHES:
             model = FAMILIES["llama"][0].from_pretrained(tmp_path)
             model.hf_quantizer = SimpleNamespace(quantization_config=settings, pre_quantized=True)
             text = f"LlamaForCausalLM has weights quantized by {settings.quant_method.value}, which autopar does not sh"

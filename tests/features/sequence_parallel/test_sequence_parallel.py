@@ -15,8 +15,8 @@ from autopar.config import ParallelConfig
 from autopar.distributed.collectives import even_layout
 from autopar.errors import ConfigError
 from tests.data_parallel.test_zero import OPTIMIZERS, train
-from tests.exchange import raises_everywhere, same_random_states
-from tests.features.context_parallel.test_exactness import made
+from tests.exchange import everyones, raises_everywhere, same_random_states
+from tests.features.context_parallel.test_exactness import made, padded_left
 from tests.features.experts.mixtures import compare
 from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches, whole
@@ -31,19 +31,13 @@ def sizes(tp: int, **more: Any) -> dict[str, Any]:
     return {"model_parallelism": {"tensor_parallel_size": tp, "sequence_parallel": True, **more}}
 
 
-bert, t5 = (
-    functools.partial(made, model_type, head, 6, 3)
-    for model_type, head in (("bert", "BertForMaskedLM"), ("t5", "T5ForConditionalGeneration"))
-)
+bert = functools.partial(made, "bert", "BertForMaskedLM", 6, 3)
+t5 = functools.partial(made, "t5", "T5ForConditionalGeneration", 6, 3)
 
 
 def batches_of(length: int) -> list[dict[str, Any]]:
     """Two micro-batches of different lengths, padded on the right and on the left."""
-    right = language_batches(131, count=1, seq=length)[0]
-    left = language_batches(131, count=1, seq=length + 1, seed=2)[0]
-    left["attention_mask"] = left["attention_mask"].flip(1)
-    left["labels"] = left["input_ids"].masked_fill(left["attention_mask"] == 0, -100)
-    return [right, left]
+    return [*language_batches(131, count=1, seq=length), padded_left(length + 1)]
 
 
 @pytest.mark.tier("test")
@@ -90,8 +84,7 @@ def test_rows_between_the_regions_until_it_is_undone() -> None:
     assert own == 4 - dist.get_rank()
     assert list(seen.values()) == [[7, 7], [own, own], [7, own], [own, own], [7, 7], [7, 7]], seen
 
-    plain = gpt2()
-    model = copy.deepcopy(plain)
+    plain, model = gpt2(), gpt2()
     kinds = [type(module) for module in model.modules()]
     autopar.deparallelize(autopar.initialize(model, sizes(2)))
     assert [type(module) for module in model.modules()] == kinds
@@ -178,9 +171,7 @@ def test_each_rank_draws_its_own_mask_for_its_rows_and_recomputes_it() -> None:
         torch.manual_seed(3)
         model(ids, labels=ids).loss.backward()
         for name, alike in (("before", True), ("rows", False)):
-            both = [torch.empty_like(masks[name]) for _ in range(2)]
-            dist.all_gather(both, masks[name])
-            assert torch.equal(*both) is alike and both[0].any(), name
+            assert torch.equal(*everyones(masks[name])) is alike and masks[name].any(), name
         gradients.append(whole(model, lambda parameter: parameter.grad))  # replicated ones are equal
         same_random_states()
         model.mpu.destroy()
@@ -203,9 +194,7 @@ def test_paths_are_dropped_for_whole_samples() -> None:
         torch.manual_seed(seed)
         parallel(torch.randn(4, 3, 32, 32))
     kept = torch.stack(seen).float()  # [forwards x 2, batch]
-    both = [torch.empty_like(kept) for _ in range(2)]
-    dist.all_gather(both, kept)
-    assert torch.equal(*both) and 0 < kept.mean() < 1
+    assert torch.equal(*everyones(kept)) and 0 < kept.mean() < 1
 
 
 class Shifted(nn.Module):

@@ -81,8 +81,7 @@ def test_collectives_of_a_block_are_those_of_the_formula() -> None:
     monkeypatch.setattr(collectives, "run", count)
     blocks = model.transformer.h
     x = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    y = x
-    running = True
+    y, running = x, True
     for block in blocks:
         y = block(y)
         y = y[0] if isinstance(y, tuple) else y
