@@ -92,6 +92,21 @@ def test_a_copy_is_asked_and_looked_at_as_the_model_is() -> None:
     model(**batch)
 
 
+@pooled(world_size=2)
+def test_a_stage_of_a_copy_that_forgets_its_step() -> None:
+    model = parallel(llama(num_hidden_layers=2), pipeline_parallel_size=2)
+    (batch,) = language_batches(131, count=1, batch=2)
+    fast = copy.deepcopy(model)
+    optimizer = sgd(fast)
+    for number in range(3):
+        fast.execute_pipeline(batch)
+        if number < 2 or dist.get_rank() == 0:
+            optimizer.step()
+    with pytest.raises(ConsistencyError, match="optimizer steps so far: rank 0: 3, rank 1: 2"):
+        fast.execute_pipeline(batch)
+    dist.barrier()
+
+
 def same_tensors(model: torch.nn.Module, plain: torch.nn.Module) -> None:
     all_close(dict(model.named_parameters()), dict(plain.named_parameters()), "{}")
 
