@@ -15,6 +15,7 @@ from autopar.checkpoint.optimizer_state import OptimizerState, merge_metadata, p
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.policy.match import find_policy
+from tests.checkpoint.test_plain_data import same
 from tests.small import gpt2, llama
 
 Make = Callable[[Any], optim.Optimizer]
@@ -53,11 +54,8 @@ def plan_of(kind: str, tp: int) -> Plan:
 def optimizer_of(model: nn.Module, make: Make) -> optim.Optimizer:
     """In two groups with different options."""
     parameters = [p for p in model.parameters() if p.ndim == 2 or make is not optim.Muon]
-    return make(
-        [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.02, "weight_decay": 0.0}][
-            : 1 + (make is not optim.SparseAdam)
-        ]
-    )
+    groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.02, "weight_decay": 0.0}]
+    return make(groups[: 1 + (make is not optim.SparseAdam)])
 
 
 def trained(kind: str, make: Make, steps: int = 2) -> tuple[nn.Module, optim.Optimizer]:
@@ -143,17 +141,6 @@ def restore(target: Any, plan: Plan, rank: int, checkpoint: Any, **more: Any) ->
         assert tensor.shape == source.shape and tensor.dtype == source.dtype
         tensor.copy_(source)
     finish()
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal to the bit, types included."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list):
-        return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
 
 
 def assert_same(mine: Any, expected: Any, plan: Plan) -> None:

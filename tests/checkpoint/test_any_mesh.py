@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 import autopar
 from autopar.checkpoint import Manifest, merge_checkpoint
@@ -30,54 +28,30 @@ MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 1)]
 
 
 def generating() -> Any:
-    """9 heads, fused q | k | v, tied embeddings; with a generation config."""
     model = gpt2()
     model.generation_config.update(do_sample=True, temperature=0.7)
     return model
 
 
-def half() -> Any:
-    return llama().to(torch.bfloat16)
+MODELS: dict[str, Callable[[], Any]] = {
+    "generating": generating,
+    "llama_two_kv_heads": lambda: llama(num_key_value_heads=2),  # at tp 3 and 4 several ranks hold the same KV head
+    "llama_nine_heads": lambda: llama(hidden_size=36, num_attention_heads=9, num_key_value_heads=3),  # uneven at tp 2
+    "phi3": lambda: build_type(cases("phi3")[0], 6, 2),  # q | k | v of unequal widths in one weight, and gate | up
+    "bert": lambda: deep("bert", 2),
+    "mixtral": lambda: deep("mixtral", 2),  # stacked experts, which save_pretrained writes one by one
+    "half": lambda: llama().to(torch.bfloat16),
+    "nomic_bert": lambda: build_type(cases("nomic_bert")[0], 6, 3),  # save_pretrained joins query, key and value
+}
+CONVERTED = ["mixtral", "nomic_bert"]  # whose files, if there are several, need not hold the same tensors each
 
 
-def llama_two_kv_heads() -> Any:
-    """At tp 3 and 4 several ranks hold the same KV head."""
-    return llama(num_key_value_heads=2)
-
-
-def llama_nine_heads() -> Any:
-    """As SmolLM2-135M: 9 heads on 3 KV heads, uneven at tp 2."""
-    return llama(hidden_size=36, num_attention_heads=9, num_key_value_heads=3)
-
-
-def phi3() -> Any:
-    """``q | k | v`` of unequal widths in one weight, and ``gate | up``."""
-    return build_type(cases("phi3")[0], 6, 2)
-
-
-def bert() -> Any:
-    return deep("bert", 2)
-
-
-def mixtral() -> Any:
-    """Stacked experts, which ``save_pretrained`` writes one by one."""
-    return deep("mixtral", 2)
-
-
-def nomic_bert() -> Any:
-    """Query, key and value, which ``save_pretrained`` joins."""
-    return build_type(cases("nomic_bert")[0], 6, 3)
-
-
-MODELS = [generating, llama_two_kv_heads, llama_nine_heads, phi3, bert, mixtral, half, nomic_bert]
-CONVERTED = [mixtral, nomic_bert]  # whose files, if there are several, need not hold the same tensors each
-
-
-def check(folder: Path, build: Callable[[], Any], tps: tuple[int, ...]) -> None:
+def check(folder: Path, name: str, tps: tuple[int, ...]) -> None:
     """Save in ``tps[0]``, write all meshes, load each in all of ``tps``; the plain model is the oracle.
 
     Merged folders, made by the ranks and made offline, are byte for byte what ``save_pretrained`` writes.
     """
+    build = MODELS[name]
     weights = {name: tensor.clone() for name, tensor in build().state_dict().items()}
     source = parallel(build(), tps[0])
     config = dict(vars(source.config))
@@ -91,20 +65,20 @@ def check(folder: Path, build: Callable[[], Any], tps: tuple[int, ...]) -> None:
         build().save_pretrained(folder / "plain")
         build().save_pretrained(folder / "split", max_shard_size=6000)
         assert_same_files(folder / "merged", folder / "plain")
-        if build not in CONVERTED:
+        if name not in CONVERTED:
             assert_same_files(folder / "merged split", folder / "split")
     dist.barrier()
     cut = 0
     for tp in tps:
         model = parallel(build(), tp)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-        for name in ["ckpt", *(f"{tp}-{pp}" for tp, pp in MESHES)]:
+        for saved in ["ckpt", *(f"{tp}-{pp}" for tp, pp in MESHES)]:
             with torch.no_grad():
                 for tensor in model.state_dict().values():
                     tensor.zero_()
             optimizer.state.clear()
-            assert model.from_parallelized(folder / name, optimizer=optimizer) is model
-            cut += compare(model, optimizer, weights, f"{name} at tp {tp}")
+            assert model.from_parallelized(folder / saved, optimizer=optimizer) is model
+            cut += compare(model, optimizer, weights, f"{saved} at tp {tp}")
         model.save_parallelized(folder / f"again-{tp}", optimizer=optimizer)
         if dist.get_rank() == 0:
             stored_is(folder / f"again-{tp}", weights)
@@ -134,10 +108,10 @@ def compare(model: Any, optimizer: Any, weights: dict[str, torch.Tensor], where:
 
 
 @pytest.mark.tier("test", only=("phi3",))
-@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("name", MODELS)
 @pooled(world_size=4)
-def test_every_mesh_to_tp_1_2_and_4(tmp_path, build):
-    check(tmp_path, build, (1, 2, 4))
+def test_every_mesh_to_tp_1_2_and_4(tmp_path, name):
+    check(tmp_path, name, (1, 2, 4))
 
 
 def headers(folder: Path) -> int:
@@ -146,19 +120,15 @@ def headers(folder: Path) -> int:
 
 @pooled(world_size=4)
 def test_a_rank_reads_its_share_and_verification_reads_everything_once(tmp_path):
-    def build() -> Any:
-        return llama(
-            num_hidden_layers=1, hidden_size=768, num_attention_heads=6, num_key_value_heads=2, intermediate_size=512
-        )
-
-    source = parallel(build(), 2)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 768, "intermediate_size": 512, "num_key_value_heads": 2}
+    source = parallel(llama(**sizes), 2)
     source.save_parallelized(tmp_path / "2-1", optimizer=with_moments(source))
     if dist.get_rank() == 0:
         for tp, pp in ((1, 1), (4, 1), (3, 2)):
             reshard_checkpoint(tmp_path / "2-1", tmp_path / f"{tp}-{pp}", tp=tp, pp=pp)
     dist.barrier()
     for tp in (1, 2, 4):
-        model = parallel(build(), tp)
+        model = parallel(llama(**sizes), tp)
         optimizer = torch.optim.AdamW(model.parameters())
         bytes_of = {p: p.numel() * 4 for p in model.parameters()}
         counters = 4 * len(bytes_of)
@@ -178,10 +148,10 @@ def test_a_rank_reads_its_share_and_verification_reads_everything_once(tmp_path)
 
 
 @pytest.mark.tier("test", only=("llama_nine_heads",))
-@pytest.mark.parametrize("build", MODELS[::-1])
+@pytest.mark.parametrize("name", [*MODELS][::-1])
 @pooled(world_size=3)
-def test_every_mesh_to_tp_3(tmp_path, build):
-    check(tmp_path, build, (3,))
+def test_every_mesh_to_tp_3(tmp_path, name):
+    check(tmp_path, name, (3,))
 
 
 def test_random_states_of_context_ranks() -> None:
@@ -225,7 +195,7 @@ def test_train_save_merge_and_read_with_plain_transformers(tmp_path):
         assert torch.equal(resumed(input_ids=ids).logits, expected)
     dist.barrier()
     whole = autopar.deparallelize(resumed)
-    assert all(torch.equal(one, two) for one, two in zip(whole.parameters(), plain.parameters(), strict=True))
+    assert all(torch.equal(*two) for two in zip(whole.parameters(), plain.parameters(), strict=True))
     assert not hasattr(whole, "save_parallelized")
 
 

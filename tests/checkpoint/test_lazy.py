@@ -15,25 +15,14 @@ from autopar.plan.plan import Piece
 from autopar.storage import lazy_tensor as lazy_module
 from autopar.storage.files import RangeFile
 from autopar.storage.hugging_face import Computed, Sketch
-from autopar.storage.lazy_tensor import (
-    InMemory,
-    Joined,
-    LazyTensor,
-    Stored,
-    lazy_view,
-    narrowed,
-    read_shard,
-    unsqueezed,
-)
+from autopar.storage.lazy_tensor import InMemory, Joined, LazyTensor, Stored, lazy_view, narrowed, unsqueezed
 from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter
 
 
 class Counting(RangeFile):
     """Counts the bytes that are read."""
 
-    total = 0
-
-    calls = 0
+    total = calls = 0
 
     def read_runs(self, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
         places = list(places)
@@ -71,18 +60,10 @@ def test_a_small_buffer_is_enough(tmp_path, monkeypatch):
 def test_slabs_make_up_a_tensor_in_its_own_order(tmp_path, limit):
     tensor = torch.randn(4, 6, 5)
     base = stored(tmp_path / "file", tensor)
-    for source in (
-        base,
-        Joined([base, base], 1),
-        narrowed(base, 2, 1, 4),
-        lazy_view(base, (6, 5), (5, 1), 30),
-        unsqueezed(base, 0),
-        InMemory(torch.tensor(3)),
-        InMemory(torch.zeros(0, 3)),
-        InMemory(torch.zeros(3, 0)),
-        stored(tmp_path / "scalar", torch.tensor(3.5)),
-        stored(tmp_path / "empty", torch.zeros(0, 4)),
-    ):
+    views = [Joined([base, base], 1), narrowed(base, 2, 1, 4), lazy_view(base, (6, 5), (5, 1), 30), unsqueezed(base, 0)]
+    small = [InMemory(tensor) for tensor in (torch.tensor(3), torch.zeros(0, 3), torch.zeros(3, 0))]
+    small += [stored(tmp_path / "scalar", torch.tensor(3.5)), stored(tmp_path / "empty", torch.zeros(0, 4))]
+    for source in (base, *views, *small):
         slabs = [source.read(box).flatten() for box in source.slabs(limit)]
         assert torch.equal(torch.cat([*slabs, torch.zeros(0, dtype=source.dtype)]), source.read().flatten())
         assert all(slab.nbytes <= max(limit, source.dtype.itemsize) for slab in slabs)
@@ -97,7 +78,7 @@ def test_a_rank_reads_its_own_bytes(tmp_path, dim):
         due = layout.shard(tensor, rank)
         out = torch.nn.Parameter(torch.empty_like(due))
         source.file.total = source.file.calls = 0
-        read_shard(source, layout, rank, out)
+        lazy_module.read_shard(source, layout, rank, out)
         assert torch.equal(out, due)
         assert source.file.total == due.numel() * 4
         assert source.file.calls == 3  # one for each block, whatever the number of runs
@@ -111,7 +92,7 @@ def test_truncated_and_missing_files_and_another_shape(tmp_path):
     with pytest.raises(CheckpointError, match="gone cannot be read: No such file"):
         Stored(RangeFile(tmp_path / "gone"), 0, torch.float32, (2,)).read()
     with pytest.raises(ValueError, match=r"the shard's shape \[40, 6\], got \[4, 5\]"):
-        read_shard(source, None, 0, torch.empty(4, 5))
+        lazy_module.read_shard(source, None, 0, torch.empty(4, 5))
 
 
 SHAPES = [(4, 3, 5), (3, 1, 4), (1, 1, 6), (2, 2, 2, 2), (7,), (5, 5), (1,)]
@@ -144,16 +125,11 @@ def viewed_boxes(seed: int):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_boxes_also_transposed_ones(seed):
-    read = 0
     for whole, view in viewed_boxes(seed):
         piece = piece_of(view)
         assert torch.equal(piece.of(whole), view)
         lazy = view_of(InMemory(whole), piece)
-        assert lazy is not None, (whole.shape, piece)
-        assert lazy.shape == view.shape
-        assert torch.equal(lazy.read(), view), (whole.shape, piece)
-        read += 1
-    assert read > 30
+        assert lazy is not None and torch.equal(lazy.read(), view), (whole.shape, piece)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -166,13 +142,12 @@ def test_any_strides_are_read_right_or_refused(seed):
         shape = [draw.randrange(1, 5) for _ in range(draw.randrange(1, 4))]
         stride = [draw.choice([0, 1, 2, 3, 5, 12, 15, 20]) for _ in shape]
         piece = Piece("piece", tuple(shape), tuple(stride), draw.randrange(60))
+        lazy = view_of(InMemory(whole), piece)
         try:
             view = piece.of(whole)
         except RuntimeError:  # it does not lie inside
-            lazy = view_of(InMemory(whole), piece)
             assert lazy is None
             continue
-        lazy = view_of(InMemory(whole), piece)
         none += lazy is None
         assert lazy is None or torch.equal(lazy.read(), view), (whole.shape, piece)
     assert 0 < none < 300

@@ -28,12 +28,12 @@ from tests.checkpoint.optimizers import (
     plan_of,
     rank_of,
     restore,
-    same,
     saved_by_all,
     stored,
     trained,
 )
 from tests.checkpoint.refusals import refusals
+from tests.checkpoint.test_plain_data import same
 from tests.checkpoint.tiny import places
 from tests.harness.tiers import in_tier
 from tests.small import gpt2
@@ -75,9 +75,8 @@ def test_factored_state_of_shards_is_refused(name: str):
     plan = plan_of("gpt2", 2)
     model, optimizer = rank_of("gpt2", FACTORED[name], plan, 0)
     one_step(model, optimizer, seed=0)
-    with pytest.raises(
-        CheckpointError, match=r"Adafactor has state .*\n  Statistics of a shard fit.*Pass the optimizer to autopar"
-    ):
+    words = r"Adafactor has state .*\n  Statistics of a shard fit.*Pass the optimizer to autopar"
+    with pytest.raises(CheckpointError, match=words):
         take(optimizer, model, plan, 0)
 
 
@@ -246,9 +245,8 @@ def test_state_from_before_the_model_was_cut_is_refused():
     optimizer = optim.Adagrad(model.parameters())  # has state from the start
     weight = model.transformer.wte.weight
     weight.data = plan.tensors["transformer.wte.weight"].layout.shard(weight.data, 0)
-    with pytest.raises(
-        CheckpointError, match=r"'sum' of transformer.wte.weight of shape \[131, 36\].*holds, \[66, 36\]"
-    ):
+    words = r"'sum' of transformer.wte.weight of shape \[131, 36\].*holds, \[66, 36\]"
+    with pytest.raises(CheckpointError, match=words):
         take(optimizer, model, plan, 0)
 
 

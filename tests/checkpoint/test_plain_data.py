@@ -8,11 +8,13 @@ import math
 import operator
 import random
 from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn, optim
 
 from autopar.checkpoint.random_states import choose, restore, take
@@ -116,50 +118,25 @@ def test_keys_are_scalars_and_no_container_holds_itself():
         decode(data)
 
 
-def schedulers(optimizer: optim.Optimizer) -> list[Any]:
-    lr = optim.lr_scheduler
-    first, second = lr.LinearLR(optimizer, total_iters=3), lr.CosineAnnealingLR(optimizer, T_max=5)
-    return [
+@pytest.mark.filterwarnings("ignore")  # the schedulers' own
+def test_states_of_schedulers():
+    lr, optimizer = optim.lr_scheduler, optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    for scheduler in (
         lr.LambdaLR(optimizer, lambda step: 0.9**step),
         lr.MultiStepLR(optimizer, [2, 4]),
         lr.OneCycleLR(optimizer, 0.1, total_steps=20),
         lr.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False),
         lr.CosineAnnealingWarmRestarts(optimizer, 3),
         lr.ReduceLROnPlateau(optimizer, patience=1),
-        lr.SequentialLR(optimizer, [first, second], [3]),
+        lr.SequentialLR(optimizer, [lr.LinearLR(optimizer), lr.CosineAnnealingLR(optimizer, T_max=5)], [3]),
         lr.ChainedScheduler([lr.ExponentialLR(optimizer, 0.9), lr.ConstantLR(optimizer)]),
-    ]
-
-
-@pytest.mark.filterwarnings("ignore")  # the schedulers' own
-def test_states_of_schedulers():
-    for scheduler in schedulers(optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)):
+    ):
         data, tensors = encode(scheduler.state_dict(), "lr_scheduler")
         assert same(decode(through_json(data), tensors), scheduler.state_dict()), type(scheduler)
 
 
-DAMAGED = [
-    {"$": "pickle"}, {"$": None}, {"$": ["tuple"]}, {"$": "float", "value": "1e5"}, {"$": "float"}, {"$": "tuple"},
-    {"$": "tuple", "items": {}}, {"$": "set", "items": [[1]]}, {"$": "Size", "items": ["a"]},
-    {"$": "dict", "items": [[1]]}, {"$": "dict", "items": [[[1], 2]]},
-    {"$": "dict", "items": [[{"$": "tuple", "items": []}, 2]]}, {"$": "Counter", "items": 3},
-    {"$": "dtype", "name": "load"}, {"$": "dtype", "name": None}, {"$": "tensor"}, {"$": "tensor", "name": "missing"},
-    {"$": "tensor", "name": ["x"]}, {"$": "tensor", "dtype": "float32", "shape": [2], "data": "AAAA"},
-    {"$": "tensor", "dtype": "qint8", "shape": [3], "data": "AAAA"},
-    {"$": "tensor", "dtype": "load", "shape": [3], "data": "AAAA"},
-    {"$": "tensor", "dtype": "uint8", "shape": [-3], "data": "AAAA"},
-    {"$": "tensor", "dtype": "uint8", "shape": [3.0], "data": "AAAA"},
-    {"$": "tensor", "dtype": "uint8", "shape": "3", "data": "AAAA"},
-    {"$": "tensor", "dtype": "uint8", "shape": [3], "data": "AA A"},
-    {"$": "tensor", "dtype": "uint8", "shape": [3], "data": "é"},
-    {"$": "array", "dtype": "|u1", "shape": [1] * 65 + [3], "data": "AAAA"},
-    {"$": "array", "dtype": "|O8", "shape": [1], "data": "AAAAAAAAAAA="},
-    {"$": "array", "dtype": "<f3", "shape": [1], "data": "AAAA"},
-    {"$": "array", "dtype": "<f8", "shape": [0, 2**61, 2**61], "data": ""},
-    {"$": "array", "dtype": "|V3", "shape": [1], "data": "AAAA"},
-    {"$": "scalar", "dtype": "|u1", "shape": [3], "data": "AAAA"},
-    {"$": "array", "dtype": 5, "shape": [3], "data": "AAAA"}, {1: 2}, ..., (1, 2),
-]  # fmt: skip
+DAMAGED = yaml.safe_load(Path(__file__).with_name("damaged_values.yaml").read_text(encoding="utf-8"))
+DAMAGED += [..., (1, 2), {"$": "array", "dtype": "|u1", "shape": [1] * 65 + [3], "data": "AAAA"}]
 
 
 @pytest.mark.parametrize("data", DAMAGED, ids=range(len(DAMAGED)))
@@ -191,11 +168,9 @@ def test_random_damage_never_ends_in_another_error():
 
 @pytest.fixture(autouse=True)
 def leave_the_generators_alone():
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = take()
     yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-    torch.set_rng_state(before[2])
+    restore(before)
 
 
 def seed(number: int, tp: int | None = None) -> RandomStateTracker | None:
@@ -212,13 +187,8 @@ def seed(number: int, tp: int | None = None) -> RandomStateTracker | None:
 
 def draw(tracker: RandomStateTracker | None = None) -> list[Any]:
     """Some of everything; an odd number of normals leaves numpy and Python with half of a pair."""
-    drawn = [
-        random.random(),
-        random.gauss(0, 1),
-        float(np.random.rand()),
-        float(np.random.randn()),
-        *torch.randn(3).tolist(),
-    ]
+    drawn = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn())]
+    drawn += torch.randn(3).tolist()
     if tracker is not None:
         with tracker.fork():
             drawn += torch.rand(2).tolist()

@@ -237,6 +237,7 @@ def test_the_order_of_saves_counts(tmp_path: Path) -> None:
     merged(tmp_path / "step-3")
     (tmp_path / ".step-7.tmp-0123456789abcdef").mkdir()
     (tmp_path / "step-8").mkdir()
+    os.mkfifo(tmp_path / "step-8" / "autopar.json")  # keeps nobody waiting
     (tmp_path / "notes.txt").write_text("")
     for nothing in (tmp_path, tmp_path / "run", tmp_path / "run" / "step-"):
         assert latest(nothing) is None

@@ -11,6 +11,7 @@ from autopar.storage import safetensors_io as safetensors_stream
 from autopar.storage.files import OutputFile
 from autopar.storage.lazy_tensor import InMemory
 from autopar.storage.safetensors_io import _CODES, SafetensorsReader, SafetensorsWriter
+from tests.checkpoint.tiny import flip
 
 
 def every_kind() -> dict[str, torch.Tensor]:
@@ -56,9 +57,7 @@ def test_reading_returns_what_was_written(tmp_path):
 
 def test_one_flipped_bit_is_noticed(tmp_path):
     writer = write(tmp_path / "file", {"weight": torch.randn(100), "other": torch.randn(3)})
-    data = bytearray((tmp_path / "file").read_bytes())
-    data[-1] ^= 1  # the last byte is of "weight"
-    (tmp_path / "file").write_bytes(data)
+    flip(tmp_path / "file")  # the last byte, which is of "weight"
     with SafetensorsReader(tmp_path / "file") as reader:
         reader.verify("other", writer.checksums["other"])
         with pytest.raises(CheckpointError, match=r"damaged.*weight"):
@@ -83,14 +82,14 @@ def test_copies_and_conversions_are_what_writing_gives(tmp_path, monkeypatch, ch
 
 def test_the_writer_insists_on_order_shape_and_completeness(tmp_path):
     specs = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
-    with pytest.raises(ValueError, match="b must be written"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
-        writer.write("b", torch.zeros(2))
-    with pytest.raises(ValueError, match="a must be written"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
-        writer.write("a", torch.zeros(3))
-    with pytest.raises(ValueError, match="b must be written"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
-        writer.copy("b", InMemory(torch.zeros(2)))
-    with pytest.raises(ValueError, match="lacks 1 tensors"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
-        writer.write("a", torch.zeros(2))
+    for words, call in (
+        ("b must be written", lambda writer: writer.write("b", torch.zeros(2))),
+        ("a must be written", lambda writer: writer.write("a", torch.zeros(3))),
+        ("b must be written", lambda writer: writer.copy("b", InMemory(torch.zeros(2)))),
+        ("lacks 1 tensors", lambda writer: writer.write("a", torch.zeros(2))),
+    ):
+        with pytest.raises(ValueError, match=words), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
+            call(writer)
     with pytest.raises(CheckpointError, match="complex128"):
         SafetensorsWriter(tmp_path / "f", {"a": (torch.complex128, (2,))}, {})
 
@@ -122,18 +121,15 @@ def test_malformed_files_are_named(tmp_path, content):
         SafetensorsReader(tmp_path / "bad.safetensors")
 
 
-CONTENT = random.Random(0).randbytes(1000)
-
-
 def test_a_system_that_takes_part_of_what_it_is_given(tmp_path):
     class Reluctant(OutputFile):
         def write(self, data):
             return super().write(data[:7])
 
     file = Reluctant(tmp_path / "file")
-    file.append(CONTENT)
+    file.append(content := random.Random(0).randbytes(1000))
     file.close()
-    assert (tmp_path / "file").read_bytes() == CONTENT
+    assert (tmp_path / "file").read_bytes() == content
 
 
 def test_errors_are_the_systems():

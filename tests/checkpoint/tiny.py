@@ -128,12 +128,11 @@ def with_moments(model: Any, seed: int = 0) -> torch.optim.AdamW:
     return optimizer
 
 
+SAVE_ID = "0123456789abcdef"
 STAGES = [("embed", "qkv", "step"), ("proj", "norm", "gate", "head", "mask", "scratch")]
 
 
-def written(
-    ranks: list[tuple[nn.Module, save.Snapshot]], folder: Path, save_id: str = "0123456789abcdef"
-) -> list[dict[str, Any]]:
+def written(ranks: list[tuple[nn.Module, save.Snapshot]], folder: Path, save_id: str = SAVE_ID) -> list[dict[str, Any]]:
     """Write the files of ranks that have these models, in order; returns their reports."""
     writers: Any = [SimpleNamespace(state=state_of(model), progress=False) for model, _ in ranks]
     spans = save.shares([mine.sizes() for _, mine in ranks])
@@ -142,13 +141,7 @@ def written(
 
 
 def save_alone(
-    folder: Path,
-    tp: int,
-    seed: int = 0,
-    pp: int = 1,
-    save_id: str = "0123456789abcdef",
-    optimizer: bool = False,
-    **training: Any,
+    folder: Path, tp: int, seed: int = 0, pp: int = 1, save_id: str = SAVE_ID, optimizer: bool = False, **training: Any
 ) -> TinyModel:
     """Write a checkpoint with the shards of all ranks from one process; returns the plain model.
 

@@ -188,6 +188,7 @@ class _InTurn(Executor):
         return map(function, *values)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("mesh", [*(name for name in MESHES if name != "experts"), "tp 4", "pp 4"])
 @pooled(world_size=4)
 def test_a_rank_never_holds_more_than_its_share_and_a_block(tmp_path, mesh):

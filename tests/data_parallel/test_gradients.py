@@ -16,10 +16,8 @@ from tests.small import gpt2, llama, parallel
 @pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_the_norm_is_the_plain_models_on_every_rank_and_the_clipped_gradients_too():
-    for build in (
-        gpt2,
-        lambda: llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True),
-    ):
+    heads = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
+    for build in (gpt2, lambda: llama(**heads, tie_word_embeddings=True)):
         for norm_type in (2.0, 1.0, math.inf):
             plain = build()
             model = parallel(copy.deepcopy(plain), 4)
@@ -37,18 +35,20 @@ def test_the_norm_is_the_plain_models_on_every_rank_and_the_clipped_gradients_to
 
 
 @pooled(world_size=2)
-def test_a_norm_that_is_not_finite_raises_on_every_rank():
+def test_a_norm_that_is_not_finite_raises_on_every_rank_and_a_parameter_added_later_is_named():
     model = parallel(gpt2(), 2)
-    model(**language_batches(131)[0]).loss.backward()
-    if dist.get_rank() == 1:
-        model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = math.nan
-    assert torch.isnan(autopar.clip_grad_norm_(model, 1.0, math.inf))  # gloo's MAX would lose it
-    model.zero_grad()
-    model(**language_batches(131)[0]).loss.backward()
-    if dist.get_rank() == 1:
-        model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = math.nan
+    for order in (math.inf, 2.0):  # gloo's MAX would lose it
+        model.zero_grad()
+        model(**language_batches(131)[0]).loss.backward()
+        if dist.get_rank() == 1:
+            model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = math.nan
+        assert order == 2.0 or torch.isnan(autopar.clip_grad_norm_(model, 1.0, order))
     with pytest.raises(RuntimeError, match=r"gradients is nan, which is not finite"):
         autopar.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    model.adapter = torch.nn.Linear(2, 2)
+    model.adapter.weight.grad = torch.ones(2, 2)
+    with pytest.raises(ConfigError, match=r"adapter.weight was added after autopar.initialize"):
+        autopar.clip_grad_norm_(model, 1.0)
 
 
 def test_a_plain_model_is_refused():
@@ -74,30 +74,18 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
         assert scaler.get_scale() == 4.0
 
 
-@pooled(world_size=2)
-def test_a_parameter_added_after_initialize_is_named():
-    model = parallel(gpt2(), 2)
-    model.adapter = torch.nn.Linear(2, 2)
-    model.adapter.weight.grad = torch.ones(2, 2)
-    with pytest.raises(ConfigError, match=r"adapter.weight was added after autopar.initialize"):
-        autopar.clip_grad_norm_(model, 1.0)
-
-
 @pooled(world_size=4)
 def test_the_norm_under_fsdp2():
     from torch.distributed.fsdp import fully_shard
 
     plain = gpt2()
-    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
     fully_shard(model, mesh=model.mpu.mesh["dp"])
     batch = language_batches(131)[0]
     plain(**batch).loss.backward()
     model(**batch).loss.backward()
     close(autopar.clip_grad_norm_(model, 0.01), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01), "norm")
-    close(
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.001),
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.001),
-        "norm of what is clipped, by torch's function",
-    )
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.001) for each in (model, plain)]
+    close(*norms, "norm of what is clipped, by torch's function")
     whole = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     close(whole, torch.tensor(0.001), "norm of what is clipped twice")

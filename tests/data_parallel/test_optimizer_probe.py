@@ -213,13 +213,13 @@ def test_where_whole_parameters_are_stepped_it_is_right() -> None:
     Own(plain.parameters(), whole).step()
     model = gpt2()
     optimizer = Own(model.parameters(), whole)
-    model = autopar.initialize(model, {"model_parallelism": {"pipeline_parallel_size": 2}}, optimizer=optimizer)[0]
+    model = autopar.initialize(model, {"pp": 2}, optimizer=optimizer)[0]
     model.execute_pipeline(batch)
     optimizer.step()
     weights = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.data, weights[name].data, rtol=1e-5, atol=1e-5)
-    autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    autopar.initialize(gpt2(), {"tp": 2})
     other = nn.Linear(4, 4)
     other(torch.ones(1, 4)).sum().backward()
     Own(other.parameters(), whole).step()
@@ -227,10 +227,9 @@ def test_where_whole_parameters_are_stepped_it_is_right() -> None:
 
 def refused(message, config=None, optimizer=None, lr_scheduler=None, model=None):
     model = model or gpt2()
+    given = optimizer(model) if optimizer else None
     with raises_everywhere(ConfigError, message):
-        autopar.initialize(
-            model, config or {}, optimizer=optimizer(model) if optimizer else None, lr_scheduler=lr_scheduler
-        )
+        autopar.initialize(model, config or {}, optimizer=given, lr_scheduler=lr_scheduler)
     assert not hasattr(model, "mpu")
 
 
@@ -256,11 +255,8 @@ def test_what_is_refused():
     refused("lr_scheduler needs an optimizer", lr_scheduler=scheduler)
     if not torch.accelerator.is_available():
         refused("zero.cpu_offload needs an accelerator", {"zero": {"stage": 3, "cpu_offload": True}})
-    refused(
-        "Adagrad must not have state before initialize with zero.stage 3",
-        {"zero": {"stage": 3}},
-        lambda model: torch.optim.Adagrad(model.parameters()),
-    )
+    words = "Adagrad must not have state before initialize with zero.stage 3"
+    refused(words, {"zero": {"stage": 3}}, lambda model: torch.optim.Adagrad(model.parameters()))
     model = gpt2()
     optimizer = sgd(model)
     autopar.initialize(model, {}, optimizer=optimizer)

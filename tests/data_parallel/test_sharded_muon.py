@@ -113,12 +113,8 @@ def test_fp32_weights_of_half_precision(nesterov: bool) -> None:
         results = []
         for tp in (2, 1):
             model = gpt2()
-            config = {
-                "tp": tp,
-                "precision": {"dtype": dtype, "initial_scale": 4.0},
-                "gradient_clipping": 1e9,
-                **SHARDED,
-            }
+            precision = {"dtype": dtype, "initial_scale": 4.0}
+            config = {"tp": tp, "precision": precision, "gradient_clipping": 1e9, **SHARDED}
             model, optimizer = autopar.initialize(model, config, optimizer=muon(model.parameters(), nesterov=nesterov))
             for step in range(4):
                 set_gradients(model, step)
@@ -194,7 +190,7 @@ def test_other_optimizers_are_refused_with_what_works() -> None:
         model = llama()
         optimizer = make([p for p in model.parameters() if p.ndim == 2])
         with raises_everywhere(ConfigError, text):
-            autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}, **config}, optimizer=optimizer)
+            autopar.initialize(model, {"tp": 2, **config}, optimizer=optimizer)
         assert not hasattr(model, "mpu")
     with raises_everywhere(ConfigError, "optimizer.split_fused=true needs an optimizer, and initialize got none"):
         autopar.initialize(gpt2(), {"tp": 2, **split})

@@ -55,23 +55,12 @@ def lamb(state: State, p: nn.Parameter, g: torch.Tensor) -> torch.Tensor:
     return update * p.norm().clamp(0.01, 10) / update.norm().clamp(min=1e-6)
 
 
-def clipped(state: State, p: nn.Parameter, g: torch.Tensor) -> torch.Tensor:
-    update = _adam(state, g)
-    return update / update.square().mean().sqrt().clamp(min=0.5)
-
-
 def orthogonal(state: State, p: nn.Parameter, g: torch.Tensor) -> torch.Tensor:
     """Muon with Newton-Schulz in fp64; momentum for other shapes."""
     momentum = state.setdefault("momentum", torch.zeros_like(g)).lerp_(g, 0.1)
     if g.ndim != 2:
         return momentum
-    x = momentum.double()
-    x = x.T if x.shape[0] > x.shape[1] else x
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    x = x.T if g.shape[0] > g.shape[1] else x
+    x = _newton_schulz(momentum, (3.4445, -4.7750, 2.0315), 5, 1e-7)
     return x.to(g.dtype) * max(1.0, g.shape[0] / g.shape[1]) ** 0.5
 
 
@@ -108,40 +97,8 @@ def blocks(state: State, p: nn.Parameter, g: torch.Tensor) -> torch.Tensor:
     return (state["codes"].view(count, 64) * state["scales"][:, None]).view(-1)[: g.numel()].view_as(g)
 
 
-def rows(state: State, p: nn.Parameter, g: torch.Tensor) -> torch.Tensor:
-    return g / (g.norm(dim=-1, keepdim=True) + 1e-3)
-
-
-class Fromage(Optimizer):
-    """Keeps the norm of each matrix; its own defaults by the number of inputs."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    scale = group["lr"] / p.shape[-1] ** 0.5
-                    p.sub_(scale * p.grad * p.norm() / (p.grad.norm() + 1e-6)).div_((1 + scale**2) ** 0.5)
-
-
-class AdaGradNorm(Optimizer):
-    """One rate for all parameters, from the norm of all gradients so far."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "total": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        total = self.param_groups[0]["total"] + float(sum(p.grad.double().square().sum() for p in found))
-        for group in self.param_groups:
-            group["total"] = total
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] / total**0.5 * p.grad)
+def noisy(state: State, p: nn.Parameter, g: torch.Tensor) -> torch.Tensor:
+    return g + 0.1 * torch.randn_like(p)
 
 
 class Prodigy(Optimizer):
@@ -168,22 +125,8 @@ class Prodigy(Optimizer):
             group["d"], group["above"] = d, above
 
 
-class Noisy(Optimizer):
-    def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * (p.grad + 0.1 * torch.randn_like(p)))
-
-
-_UPDATES = (lamb, clipped, orthogonal, shampoo, galore, blocks, rows)
 MATRICES: dict[str, Callable[[Any], Optimizer]] = {
-    **{update.__name__: partial(Own, update=update) for update in _UPDATES},
-    "fromage": Fromage,
+    **{update.__name__: partial(Own, update=update) for update in (lamb, orthogonal, shampoo, galore, blocks)},
     "Muon": partial(torch.optim.Muon, lr=0.02),
     "Muon like Adam": partial(torch.optim.Muon, lr=0.01, adjust_lr_fn="match_rms_adamw", nesterov=False),
     "Adafactor": partial(torch.optim.Adafactor, lr=0.02),
@@ -191,7 +134,7 @@ MATRICES: dict[str, Callable[[Any], Optimizer]] = {
     "Adafactor without a rate": partial(transformers.Adafactor, relative_step=True, warmup_init=True),
 }
 MATRICES_ONLY = ("Muon", "Muon like Adam")
-ACROSS: dict[str, Callable[[Any], Optimizer]] = {"AdaGradNorm": AdaGradNorm, "Prodigy": Prodigy, "Noisy": Noisy}
+ACROSS: dict[str, Callable[[Any], Optimizer]] = {"Prodigy": Prodigy, "noisy": partial(Own, update=noisy)}
 
 
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
@@ -225,7 +168,7 @@ def equal_bits(model: Any, plain: nn.Module, what: str) -> None:
 def from_equal_gradients(build: Callable[[], Any], make: Callable[[Any], Optimizer], kind: str, **config: Any) -> Any:
     plain, model = build(), build()
     reference, optimizer = make(stepped(plain, kind)), make(stepped(model, kind))
-    if kind in ("AdaGradNorm", "Prodigy"):
+    if kind == "Prodigy":
         config["optimizer"] = {"across_parameters": True}
     model, optimizer = autopar.initialize(model, {"tp": dist.get_world_size(), **config}, optimizer=optimizer)
     torch.manual_seed(7)

@@ -13,12 +13,7 @@ from autopar.pipeline_parallel.engine import stage_backward_input, stage_backwar
 _SIZE = 5
 
 
-def _compare(
-    make: Callable[[list[torch.Tensor], list[torch.nn.Parameter]], list[torch.Tensor]],
-    leaves: int = 1,
-    weights: int = 3,
-    seed: int = 0,
-) -> None:
+def _compare(make: Callable[[Any, Any], list[Any]], leaves: int = 1, weights: int = 3, seed: int = 0) -> None:
     """``make(received, weights)`` gives the roots; the first half must leave the weights alone."""
     torch.manual_seed(seed)
     values = [torch.randn(3, _SIZE, dtype=torch.float64) for _ in range(leaves)]

@@ -72,8 +72,8 @@ def _batch(**changes: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels, **changes}
 
 
-def _config(pp: int) -> dict[str, Any]:
-    return {"model_parallelism": {"pipeline_parallel_size": pp}, "pipeline": {"num_microbatches": 4}}
+def _by_samples(pp: int, stage: int = 0) -> dict[str, Any]:
+    return {"pp": pp, "pipeline": {"microbatch_size": 1, "timeout": 10}, "zero": {"stage": stage}}
 
 
 def _mine(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _mine(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 def _equals_one_process(plain: Any, batch: dict[str, Any], pp: int, **settings: Any) -> None:
     expected = plain(**batch).loss
     expected.backward()
-    model = autopar.initialize(copy.deepcopy(plain), _config(pp))
+    model = autopar.initialize(copy.deepcopy(plain), _by_samples(pp))
     model.zero_grad()
     out = model.execute_pipeline(_mine(model, batch), broadcast_loss=True, **settings)
     if pp > 1:
@@ -113,7 +113,7 @@ def test_a_loss_function_of_the_users_is_refused(pp: int) -> None:
     again = functools.partial(ForCausalLMLoss, ignore_index=-100)
     over = "4 micro-batches" if pp == 2 else "2 micro-batches and 2 data-parallel replicas"
     for function, kind in ((weighted, LlamaForCausalLM), (again, LlamaForCausalLM), (None, ByProperty)):
-        model = autopar.initialize(_set(function, kind), _config(pp))
+        model = autopar.initialize(_set(function, kind), _by_samples(pp))
         for batch in (_batch(), _batch(num_items_in_batch=18)):
             words = f"the losses of {over} cannot be combined: the loss_function of {kind.__name__} must be"
             with raises_everywhere(ConfigError, words, "count=lambda inputs: ..."):
@@ -125,7 +125,7 @@ def test_a_loss_function_of_the_users_is_refused(pp: int) -> None:
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_one_micro_batch_and_the_mean_by_request_need_no_divisor() -> None:
-    config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"microbatch_size": 4}}
+    config = {"pp": 2, "pipeline": {"microbatch_size": 4}}
     plain = _set(of_sequences)
     expected = plain(**_batch()).loss
     model = autopar.initialize(copy.deepcopy(plain), config)
@@ -150,26 +150,13 @@ def test_a_function_of_transformers_is_none_of_the_users() -> None:
     assert OwnLoss.of(ByMethod(model.config)).reduction(_batch(), 1) == "microbatch"
 
 
-def shifted(inputs: dict[str, Any]) -> torch.Tensor:
-    return inputs["labels"][:, 1:]
-
-
-def weighted_mean(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), shifted(inputs).flatten(), weight=WEIGHTS)
-
-
-def weight_of_labels(inputs: dict[str, Any]) -> torch.Tensor:
-    labels = shifted(inputs)
-    return WEIGHTS[labels[labels != -100]].sum()
+def weighted_mean(outputs: Any, inputs: dict[str, Any]) -> Any:
+    return weighted(outputs.logits, inputs["labels"])
 
 
 def _in_thirds(**sizes: int) -> dict[str, Any]:
     pipeline = {"num_microbatches": 3, "timeout": 20}
     return {"model_parallelism": {"pipeline_parallel_size": 2, **sizes}, "pipeline": pipeline}
-
-
-def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 @pytest.mark.tier("test")
@@ -180,10 +167,10 @@ def test_class_weights_are_those_of_the_whole_batch() -> None:
         model = autopar.initialize(copy.deepcopy(plain), _in_thirds(tensor_parallel_size=tp))
         replicas = language_batches(131, count=dp, batch=3)
         for _ in range(2):
-            batch = joined(replicas)
+            batch = {name: torch.cat([each[name] for each in replicas]) for name in replicas[0]}
             weighted_mean(plain(**batch), batch).backward()
             own = replicas[model.mpu.dp.rank]
-            out = model.execute_pipeline(own, criterion=weighted_mean, count=weight_of_labels, broadcast_loss=True)
+            out = model.execute_pipeline(own, criterion=weighted_mean, count=weight_of, broadcast_loss=True)
             close(out.loss, weighted_mean(plain(**own), own), "loss of this replica")
         same_gradients(model, plain, 2e-5)
 
@@ -255,15 +242,6 @@ def test_a_penalty_on_all_weights_is_refused_and_one_on_the_head_is_not() -> Non
     refused(model, lambda outputs, inputs: (outputs.loss, 3), r"(?s)" + pair)
 
 
-def _by_samples(pp: int, stage: int = 0) -> dict[str, Any]:
-    pipeline = {"microbatch_size": 1, "timeout": 10}
-    return {"model_parallelism": {"pipeline_parallel_size": pp}, "pipeline": pipeline, "zero": {"stage": stage}}
-
-
-def _ids() -> torch.Tensor:
-    return torch.randint(5, 131, (4, 7), generator=torch.Generator().manual_seed(3))
-
-
 def _same_as(model: Any, plain: Any, tensor_of: Any) -> None:
     """Compare what this stage holds; shards of ZeRO are gathered."""
     expected = {name: tensor_of(parameter) for name, parameter in plain.named_parameters()}
@@ -277,15 +255,16 @@ def _same_as(model: Any, plain: Any, tensor_of: Any) -> None:
 
 def mean_of_counted(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """0 / 0 without a label that counts."""
-    targets = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    targets = _targets(inputs["labels"]).flatten()
     losses = F.cross_entropy(outputs.logits.flatten(0, 1), targets, reduction="none")
     return losses.sum() / (targets != -100).sum()
 
 
 def _without_labels(rows: list[int]) -> dict[str, Any]:
-    labels = _ids().clone()
+    ids = _batch()["input_ids"]
+    labels = ids.clone()
     labels[rows] = -100
-    return {"input_ids": _ids(), "labels": labels}
+    return {"input_ids": ids, "labels": labels}
 
 
 def _no_labels(pp: int, stage: int) -> None:
@@ -362,7 +341,6 @@ def test_replicas_that_gather_weights_refuse_it() -> None:
     def detached(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
         return outputs.loss.detach() if model.mpu.dp.rank else outputs.loss
 
-    with pytest.raises(
-        (ConfigError, PipelineError), match="does not require a gradient; every replica needs a backward"
-    ):
+    words = "does not require a gradient; every replica needs a backward"
+    with pytest.raises((ConfigError, PipelineError), match=words):
         model.execute_pipeline(_mine(model, _without_labels([])), detached)

@@ -63,29 +63,21 @@ def _pairs() -> dict[str, Any]:
 def test_which_losses_can_be_put_together() -> None:
     words = {"input_ids": _ids(), "labels": _ids()}
     items = {**words, "num_items_in_batch": torch.tensor(11)}
-    for model in (gpt2(), llama(), build(Case("bert", "BertForMaskedLM"), 6, 3)):
+    masked = build(Case("bert", "BertForMaskedLM"), 6, 3)
+    for model in (gpt2(), llama(), masked):
         assert OwnLoss.of(model).reduction({**words, "position_ids": _ids(), "label_ids": None}, 4) == "tokens"
     for model in (gpt2(), llama()):
         assert OwnLoss.of(model).reduction(items, 4) == "sum"
-    assert (
-        OwnLoss.of(build(Case("bert", "BertForMaskedLM"), 6, 3)).reduction(items, 4) == "tokens"
-    )  # its cross entropy is always a mean
+    assert OwnLoss.of(masked).reduction(items, 4) == "tokens"  # its cross entropy is always a mean
     classes = build(Case("gpt2", "GPT2ForSequenceClassification"), 6, 3)
     assert OwnLoss.of(classes).reduction({**words, "labels": torch.zeros(4)}, 4) == "tokens"
     sparse = build(Case("mixtral", "MixtralForCausalLM"), 6, 3)
     assert OwnLoss.of(sparse).reduction(words, 4) == "tokens"
+    questions, sounds = build(Case("bert", "BertForQuestionAnswering"), 6, 3), {"input_values": torch.zeros(4, 400)}
     refused = [
-        (
-            build(Case("bert", "BertForQuestionAnswering"), 6, 3),
-            _questions(),
-            r"further targets \(start_positions, end_positions\)",
-        ),
+        (questions, _questions(), r"further targets \(start_positions, end_positions\)"),
         (build(Case("bert", "BertForPreTraining"), 6, 3), _pairs(), r"further targets \(next_sentence_label\)"),
-        (
-            build(Case("wav2vec2", "Wav2Vec2ForCTC"), 6, 3),
-            {"input_values": torch.zeros(4, 400), "labels": _ids()},
-            "ctc_loss_reduction: mean",
-        ),
+        (build(Case("wav2vec2", "Wav2Vec2ForCTC"), 6, 3), {**sounds, "labels": _ids()}, "ctc_loss_reduction: mean"),
         (sparse, {**words, "output_router_logits": True}, "the routers' auxiliary loss"),
         (gpt2(), {**words, "labels": [{}]}, "labels is a list, not a tensor"),
     ]
@@ -144,17 +136,13 @@ def _ragged_replicas(pp: int) -> None:
         if not empty:  # by request, the mean of the replicas' means
             plain.zero_grad()
             for rank in range(2):
-                halves = {name: tensor.chunk(2)[rank] for name, tensor in batch.items()}
-                rows = split(halves, 2, size, None)
+                rows = split({name: tensor.chunk(2)[rank] for name, tensor in batch.items()}, 2, size, None)
                 for row in rows:
                     (plain(**row).loss / len(rows) / 2).backward()
-            pipeline_of(piped).config = _with_reduction(piped, "microbatch")
+            pipeline = pipeline_of(piped)
+            pipeline.config = dataclasses.replace(pipeline.config, loss_reduction="microbatch")
             piped.execute_pipeline(mine)
             _compare(piped, plain)
-
-
-def _with_reduction(model: Any, reduction: str) -> Any:
-    return dataclasses.replace(pipeline_of(model).config, loss_reduction=reduction)
 
 
 @pytest.mark.tier("test")
@@ -173,9 +161,8 @@ def test_replicas_with_unlike_padding_in_stages() -> None:
 @pooled(world_size=6)
 def test_tied_weights_stay_the_same_over_three_replicas() -> None:
     """The stages' sizes are unlike, so that in common buffers other parts of the embedding would be added first."""
-    piped = autopar.initialize(
-        gpt2(n_layer=4, vocab_size=2000), _config(pp=2, microbatch_size=1, layers_per_stage=[3, 1])
-    )
+    config = _config(pp=2, microbatch_size=1, layers_per_stage=[3, 1])
+    piped = autopar.initialize(gpt2(n_layer=4, vocab_size=2000), config)
     optimizer = torch.optim.SGD(piped.parameters(), lr=0.1)
     for batch in language_batches(131, count=2, batch=6):
         optimizer.zero_grad()
@@ -254,10 +241,8 @@ def test_replicas_of_an_unknown_loss_are_averaged_alike_with_a_warning() -> None
         for call in range(2):  # once
             with pytest.warns(ShardWarning, match=words) if policy is None and call == 0 else nullcontext():
                 model.execute_pipeline(batch)
-        same = all(
-            torch.allclose(p.grad / 2, q.grad, rtol=1e-4, atol=1e-6)
-            for p, q in zip(model.parameters(), plain.parameters(), strict=True)
-        )
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        same = all(torch.allclose(p.grad / 2, q.grad, rtol=1e-4, atol=1e-6) for p, q in pairs)
         assert same == (policy is not None)
 
 

@@ -104,37 +104,22 @@ ENDS = rows(
 
 @pytest.mark.parametrize(("how", "mesh", "transport"), ENDS)
 def test_a_rank_that(how: str, mesh: tuple[int, int, int], transport: str) -> None:
-    spawn(__name__, f"_{how}", 4, 60.0, (mesh, transport), expect_dead=(3,) if how == "hangs" else ())
+    spawn(__name__, "_end", 4, 60.0, (how, mesh, transport), expect_dead=(3,) if how == "hangs" else ())
 
 
-def _fails(mesh: tuple[int, int, int], transport: str) -> None:
-    model = _after_a_step(*mesh, transport=transport)
+def _end(how: str, mesh: tuple[int, int, int], transport: str) -> None:
+    model, fails = _after_a_step(*mesh, transport=transport), how == "fails"
 
-    def fail(*_: object) -> None:
+    def end(*_: object) -> None:
         if dist.get_rank() == 3:
-            raise ValueError("something broke")
+            hang_until("done", {0, 1, 2}) if how == "hangs" else _broken()
 
-    model.transformer.h[-1].mlp.register_forward_pre_hook(fail)
-    started = time.monotonic()
-    with pytest.raises(ValueError if dist.get_rank() == 3 else PipelineError, match="something broke"):
+    model.transformer.h[-1].mlp.register_forward_pre_hook(end)
+    started, text = time.monotonic(), "something broke" if fails else "rank 3 said nothing"
+    with pytest.raises(ValueError if fails and dist.get_rank() == 3 else PipelineError, match=text):
         model.execute_pipeline(_batch(model))
-    assert time.monotonic() - started < TIMEOUT + 8
-    _stay_until_done({0, 1, 2, 3})
-
-
-def _hangs(mesh: tuple[int, int, int], transport: str) -> None:
-    model = _after_a_step(*mesh, transport=transport)
-
-    def hang(*_: object) -> None:
-        if dist.get_rank() == 3:
-            hang_until("done", {0, 1, 2})
-
-    model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
-    started = time.monotonic()
-    with pytest.raises(PipelineError, match=r"rank 3 said nothing"):
-        model.execute_pipeline(_batch(model))
-    assert time.monotonic() - started < TIMEOUT + 2 * GRACE + 4
-    _stay_until_done({0, 1, 2})
+    assert time.monotonic() - started < TIMEOUT + (8 if fails else 2 * GRACE + 4)
+    _stay_until_done({0, 1, 2, 3} if fails else {0, 1, 2})
 
 
 @pytest.mark.tier("all")

@@ -36,21 +36,12 @@ def test_batches_come_from_dicts_and_iterators() -> None:
         batch_size({"a": 1}, "input_ids")
 
 
-@pytest.mark.parametrize(
-    ("samples", "size", "count", "expected"),
-    [
-        (5, 2, None, [2, 2, 1]),
-        (4, 2, None, [2, 2]),
-        (1, 2, None, [1]),
-        (5, None, None, [5]),
-        (5, None, 2, [2, 3]),
-        (2, None, 4, [1, 1]),
-        (7, 1, None, [1] * 7),
-    ],
-)
-def test_tensors_with_a_row_per_sample_are_cut(
-    samples: int, size: int | None, count: int | None, expected: list[int]
-) -> None:
+SPLITS = [(5, 2, None, [2, 2, 1]), (4, 2, None, [2, 2]), (1, 2, None, [1]), (5, None, None, [5])]
+SPLITS += [(5, None, 2, [2, 3]), (2, None, 4, [1, 1]), (7, 1, None, [1] * 7)]
+
+
+@pytest.mark.parametrize(("samples", "size", "count", "expected"), SPLITS)
+def test_tensors_with_a_row_per_sample_are_cut(samples: int, size: Any, count: Any, expected: list[int]) -> None:
     batch = {
         "input_ids": torch.arange(samples * 3).view(samples, 3),
         "nested": {"pair": (torch.arange(samples), None)},
@@ -79,12 +70,9 @@ def test_lists_with_an_entry_for_each_sample_are_cut() -> None:
     }
     parts = split(batch, 4, None, 3)
     for part, start, stop in zip(parts, (0, 1, 2), (1, 2, 4), strict=True):
-        assert [len(x) for x in part["latents"]] == [len(x) for x in ragged[start:stop]]
-        assert (
-            [len(x) for x, _ in part["pairs"]]
-            == [len(x) for x in part["nested"]["inner"]]
-            == [*map(len, part["latents"])]
-        )
+        lengths = [len(x) for x in ragged[start:stop]]
+        assert [len(x) for x in part["latents"]] == [len(x) for x in part["nested"]["inner"]] == lengths
+        assert [len(x) for x, _ in part["pairs"]] == lengths
         assert len(part["nested"]["table"]) == 2 and len(part["labels"]) == stop - start
         assert part["captions"] == batch["captions"][start:stop] and part["size"] == (4, 4, 4, 4)
         assert torch.equal(part["states"][0], torch.arange(start, stop)) and part["states"][1] is None
@@ -185,13 +173,9 @@ def test_a_model_of_lists(pp: int) -> None:
     batch = {"latents": [torch.randn(length, 3) for length in (2, 5, 3, 4, 6, 1)], "time": time}
     expected = squares(plain(**batch), batch)
     expected.backward()
-    config = {"model_parallelism": {"pipeline_parallel_size": pp}, "pipeline": {"microbatch_size": 2}}
-    policy = {
-        "units": {},
-        "prefix": {"enter": "replicated"},
-        "blocks": {"path": "blocks", "modules": {"0": "replicated"}},
-        "suffix": {"leave": "replicated"},
-    }
+    config = {"pp": pp, "pipeline": {"microbatch_size": 2}}
+    blocks = {"path": "blocks", "modules": {"0": "replicated"}}
+    policy = {"units": {}, "prefix": {"enter": "replicated"}, "blocks": blocks, "suffix": {"leave": "replicated"}}
     model = autopar.initialize(copy.deepcopy(plain), config, policy=policy)
     model.zero_grad()
     dp = model.mpu.dp
@@ -285,15 +269,8 @@ def _images(config: Any) -> dict[str, Any]:
         ids[sample, list(places)] = image
     kinds = (ids == image).int()
     pixels = torch.randn(80, 96, generator=draw)
-    labels = ids.masked_fill(ids == image, -100)
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "labels": labels,
-        "pixel_values": pixels,
-        "image_grid_thw": torch.tensor(grids),
-        "mm_token_type_ids": kinds,
-    }
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(ids == image, -100)}
+    return {**text, "pixel_values": pixels, "image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -317,7 +294,7 @@ def test_channels_of_sound_in_stages() -> None:
     case = Case("dia", "DiaForConditionalGeneration")
     plain = build(case, 4, 2).train()
     (batch,) = batches(case, plain.config, 1)
-    piped = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"pipeline_parallel_size": 2}})
+    piped = autopar.initialize(copy.deepcopy(plain), {"pp": 2})
     out = piped.execute_pipeline(copy.deepcopy(batch), broadcast_loss=True, return_outputs=True)
     expected = plain(**batch)
     close(out.loss, expected.loss.detach(), "loss")
