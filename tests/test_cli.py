@@ -13,6 +13,7 @@ import autopar
 from autopar.checkpoint.format import Manifest
 from autopar.cli import app
 from autopar.cli.checkpoints import in_words
+from autopar.cli.tables import size
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
 from tests.scripts import python
 
@@ -90,7 +91,12 @@ def test_errors_are_one_line_or_json_without_traceback(ckpt, monkeypatch, argume
     assert os.listdir(ckpt.parent) == ["ckpt"]
 
 
-def test_inspect(ckpt):
+def test_inspect_as_text_and_as_json(ckpt):
+    data = json.loads(run("inspect", ckpt, "--json").stdout)
+    assert data["mesh"] == {"tensor_parallel_size": 3, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    assert [tensor["name"] for tensor in data["tensors"]] == list(Manifest.read(ckpt).tensors)
+    assert [file["state"] for file in data["files"]] == ["ok"] * 3
+    assert all("layout" in tensor for tensor in data["tensors"])
     result = run("inspect", ckpt)
     assert result.exit_code == 0, result.output
     for part in ("tensor_parallel_size 3", "model-tp2-pp0.safetensors", "vocab 6+6+5", "full on every rank", "layout",
@@ -102,21 +108,16 @@ def test_inspect(ckpt):
     assert "missing" in output and "99 bytes on disk" in output
 
 
-def test_inspect_as_json(ckpt):
-    data = json.loads(run("inspect", ckpt, "--json").stdout)
-    assert data["mesh"] == {"tensor_parallel_size": 3, "pipeline_parallel_size": 1, "data_parallel_size": 1}
-    assert [tensor["name"] for tensor in data["tensors"]] == list(Manifest.read(ckpt).tensors)
-    assert [file["state"] for file in data["files"]] == ["ok"] * 3
-    assert all("layout" in tensor for tensor in data["tensors"])
-
-
-def test_layouts_in_words():
+def test_layouts_and_sizes_in_words():
     assert in_words(None) == "full on every rank"
     assert in_words(layouts(2)["qkv.weight"]) == (
         "dim 0: heads 3 on each of 2 (x 2) | kv_heads 1 on each of 2 (x 2) | kv_heads 1 on each of 2 (x 2)"
     )
     assert in_words(layouts(4)["proj.weight"]) == "dim 1: heads 2+1+2+1 (x 2)"
     assert in_words(layouts(4)["qkv.bias"]).endswith("some on several ranks")
+    for count, words in ((999, "999 B"), (999_900, "1 MB"), (123_456, "123 KB"), (999.6e9, "1 TB")):
+        assert size(count) == words
+    assert size(1.2345e15) == "1,234 TB", "sizes have no exponents"
 
 
 @pytest.mark.tier("all")
@@ -148,13 +149,3 @@ def test_help_fits_and_has_an_example_that_is_right(name: str, monkeypatch: pyte
     listed = run(*name.split()[:-1], "--help").stdout
     assert command.short_help and command.short_help in listed
     assert "..." not in listed.partition("Commands:")[2], "a line is cut"
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(999, "999 B"), (999_900, "1 MB"), (123_456, "123 KB"), (999.6e9, "1 TB"), (1.2345e15, "1,234 TB")],
-)
-def test_sizes_have_no_exponents(count, words):
-    from autopar.cli.tables import size
-
-    assert size(count) == words

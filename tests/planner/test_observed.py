@@ -4,7 +4,6 @@ import copy
 import itertools
 import logging
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -114,15 +113,6 @@ def test_a_gpu_is_known_by_the_name_of_its_device(device: str, name: str | None)
     assert (found and found.name) == name
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: Any) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}")
-
-
 def test_context_parallelism_is_named_where_there_is_some() -> None:
     line = summarise(gpt2(), 10, (2, 1, 3, 4), "cpu", "gpt2.yaml:2")
     assert line.startswith("GPT2LMHeadModel by gpt2.yaml:2: tp 2 x cp 4 x pp 1 x dp 3 on cpu; 10 parameters, this rank")
@@ -130,8 +120,9 @@ def test_context_parallelism_is_named_where_there_is_some() -> None:
 
 @pooled(world_size=2)
 def test_one_line_on_rank_0() -> None:
-    lines, log = Lines(), logging.getLogger("autopar")
-    log.addHandler(lines)
+    lines, handler, log = list[str](), logging.Handler(), logging.getLogger("autopar")
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
     plain = gpt2()
     model = parallel(gpt2(), 2)
@@ -140,7 +131,7 @@ def test_one_line_on_rank_0() -> None:
         f"INFO GPT2LMHeadModel by gpt2.yaml:2: tp 2 x pp 1 x dp 1 on cpu; {plain.num_parameters():,} parameters, this "
         f"rank holds {held:,} ({4 * held / 1e6:,.1f} MB)"
     )
-    assert lines.lines == ([line] if dist.get_rank() == 0 else [])
+    assert lines == ([line] if dist.get_rank() == 0 else [])
     assert model.num_parameters() == plain.num_parameters() > held  # the whole model's
     assert model.get_memory_footprint(return_buffers=False) == 4 * held  # this rank's
     assert "full model" in model.num_parameters.__doc__
