@@ -1,10 +1,12 @@
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -16,6 +18,8 @@ from autopar.cli.checkpoints import in_words
 from autopar.cli.tables import size
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
 from tests.scripts import python
+
+ERRORS = yaml.safe_load(Path(__file__).with_name("cli_errors.yaml").read_text())
 
 
 @pytest.fixture
@@ -65,19 +69,7 @@ def test_merge_options(ckpt, tmp_path):
     assert sorted(os.listdir(merged)) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["merge", "nowhere", "merged"], "error: nowhere does not exist."),
-        (["merge", "ckpt", "merged", "--max-shard-size", "big"], "error: max_shard_size must be a number of bytes"),
-        (["merge", "ckpt", "merged", "--format", "gguf"], "error: format='gguf' must be one of"),
-        (["merge", "ckpt", "ckpt", "--force"], "error: cannot merge ckpt into"),
-        (["inspect", "nowhere"], "error: nowhere does not exist."),
-        (["inspect", "."], "error: . is not a checkpoint"),
-        (["check", "nowhere"], "error: nowhere does not exist."),
-        (["policy", "check", "nowhere.yaml"], "error: policy file 'nowhere.yaml' does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), ERRORS)
 def test_errors_are_one_line_or_json_without_traceback(ckpt, monkeypatch, arguments, message):
     monkeypatch.chdir(ckpt.parent)
     result = run(*arguments)

@@ -127,6 +127,7 @@ def test_weights_drawn_anew_after_initialize_are_the_same_on_every_shard():
 
 @pooled(world_size=2)
 def test_biases_may_have_the_same_numbers_on_all_ranks():
+    """Signs of gradients, a pattern for each head: a few numbers are soon alike."""
     torch.manual_seed(0)
     model = parallel(llama(attention_bias=True, hidden_size=8, num_attention_heads=2, num_key_value_heads=2), 2).train()
     _train(model, 40, change=lambda _, gradient: gradient.sign_(), kind=torch.optim.SGD, lr=1e-3)

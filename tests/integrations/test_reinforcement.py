@@ -19,7 +19,9 @@ from tests.integrations.trl_runs import compare, config, data, even_words, histo
 pytest.importorskip("accelerate")
 
 
-TARGETS = ["q_proj", "o_proj", "down_proj"]
+def adapted() -> dict[str, Any]:
+    targets = ["q_proj", "o_proj", "down_proj"]
+    return {"beta": 0.1, "peft_config": lora(target_modules=targets, init_lora_weights=False)}
 
 
 def judged() -> dict[str, Any]:
@@ -31,11 +33,7 @@ def judged() -> dict[str, Any]:
 CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "grpo": ("GRPO", {}, {}),
     "reference": ("GRPO", {}, {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "steps_per_generation": 4}),
-    "adapters": (
-        "GRPO",
-        {},
-        lambda: {"beta": 0.1, "peft_config": lora(target_modules=TARGETS, init_lora_weights=False)},
-    ),
+    "adapters": ("GRPO", {}, adapted),
     "rloo": ("RLOO", {}, {"beta": 0.05}),
     "judge": ("GRPO", {}, judged),
     "following": ("GRPO", {}, {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}),

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
@@ -20,6 +21,7 @@ from tests.harness.worlds import pooled
 from tests.scripts import python
 from tests.small import gpt2, llama, parallel
 
+DEVICES = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text())
 IDS = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
@@ -93,21 +95,7 @@ def test_summary_says_what_this_rank_holds() -> None:
         autopar.metrics(llama(), {"input_ids": IDS}, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA L40", None),  # not an L4
-        ("NVIDIA A10G", None),  # half the speed of an A10
-        ("Tesla T4", "t4"),
-        ("NVIDIA H100 PCIe", "h100pcie"),
-    ],
-)
+@pytest.mark.parametrize(("device", "name"), DEVICES.items())
 def test_a_gpu_is_known_by_the_name_of_its_device(device: str, name: str | None) -> None:
     found = gpu_of(device)
     assert (found and found.name) == name
