@@ -202,9 +202,13 @@ def test_each_attempt_gets_its_own_name(late: int | None) -> None:
     assert name not in seen
 
 
-def test_one_rank_waits_for_nobody_and_a_rank_that_does_not_come_is_an_error() -> None:
+def test_one_rank_waits_for_nobody() -> None:
     store = HashStore()
     assert name_of_attempt(store, 0, 1) != name_of_attempt(store, 0, 1)
+
+
+def test_a_rank_that_does_not_come_is_an_error() -> None:
+    store = HashStore()
     store.set_timeout(timedelta(seconds=20))
     agreed(store, [0, 1])
     store.set_timeout(timedelta(seconds=0.2))
@@ -213,7 +217,7 @@ def test_one_rank_waits_for_nobody_and_a_rank_that_does_not_come_is_an_error() -
 
 
 @pooled(world_size=2)
-def test_all_ranks_stop_after_the_same_step_and_a_second_signal_does_what_it_did_before() -> None:
+def test_all_ranks_stop_after_the_same_step() -> None:
     mpu, before = MPU(tensor_parallel_size=2), signal.getsignal(signal.SIGTERM)
     with StopSignal(mpu, signal.SIGTERM, signal.SIGUSR1) as stop:
         steps = 0
@@ -226,7 +230,11 @@ def test_all_ranks_stop_after_the_same_step_and_a_second_signal_does_what_it_did
         assert steps == 3
         assert stop.requested()  # it stays so
     assert signal.getsignal(signal.SIGTERM) is before
-    got = list[int]()
+
+
+@pooled(world_size=2)
+def test_a_second_signal_does_what_it_did_before() -> None:
+    mpu, got = MPU(tensor_parallel_size=2), list[int]()
     before = signal.signal(signal.SIGUSR2, lambda number, _: got.append(number))
     try:
         with StopSignal(mpu, signal.SIGUSR2) as stop:
