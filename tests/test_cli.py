@@ -1,10 +1,12 @@
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -13,8 +15,11 @@ import autopar
 from autopar.checkpoint.format import Manifest
 from autopar.cli import app
 from autopar.cli.checkpoints import in_words
+from autopar.cli.tables import size
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
 from tests.scripts import python
+
+ERRORS = yaml.safe_load(Path(__file__).with_name("cli_errors.yaml").read_text())
 
 
 @pytest.fixture
@@ -64,19 +69,7 @@ def test_merge_options(ckpt, tmp_path):
     assert sorted(os.listdir(merged)) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["merge", "nowhere", "merged"], "error: nowhere does not exist."),
-        (["merge", "ckpt", "merged", "--max-shard-size", "big"], "error: max_shard_size must be a number of bytes"),
-        (["merge", "ckpt", "merged", "--format", "gguf"], "error: format='gguf' must be one of"),
-        (["merge", "ckpt", "ckpt", "--force"], "error: cannot merge ckpt into"),
-        (["inspect", "nowhere"], "error: nowhere does not exist."),
-        (["inspect", "."], "error: . is not a checkpoint"),
-        (["check", "nowhere"], "error: nowhere does not exist."),
-        (["policy", "check", "nowhere.yaml"], "error: policy file 'nowhere.yaml' does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), ERRORS)
 def test_errors_are_one_line_or_json_without_traceback(ckpt, monkeypatch, arguments, message):
     monkeypatch.chdir(ckpt.parent)
     result = run(*arguments)
@@ -90,7 +83,12 @@ def test_errors_are_one_line_or_json_without_traceback(ckpt, monkeypatch, argume
     assert os.listdir(ckpt.parent) == ["ckpt"]
 
 
-def test_inspect(ckpt):
+def test_inspect_as_text_and_as_json(ckpt):
+    data = json.loads(run("inspect", ckpt, "--json").stdout)
+    assert data["mesh"] == {"tensor_parallel_size": 3, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    assert [tensor["name"] for tensor in data["tensors"]] == list(Manifest.read(ckpt).tensors)
+    assert [file["state"] for file in data["files"]] == ["ok"] * 3
+    assert all("layout" in tensor for tensor in data["tensors"])
     result = run("inspect", ckpt)
     assert result.exit_code == 0, result.output
     for part in ("tensor_parallel_size 3", "model-tp2-pp0.safetensors", "vocab 6+6+5", "full on every rank", "layout",
@@ -102,21 +100,16 @@ def test_inspect(ckpt):
     assert "missing" in output and "99 bytes on disk" in output
 
 
-def test_inspect_as_json(ckpt):
-    data = json.loads(run("inspect", ckpt, "--json").stdout)
-    assert data["mesh"] == {"tensor_parallel_size": 3, "pipeline_parallel_size": 1, "data_parallel_size": 1}
-    assert [tensor["name"] for tensor in data["tensors"]] == list(Manifest.read(ckpt).tensors)
-    assert [file["state"] for file in data["files"]] == ["ok"] * 3
-    assert all("layout" in tensor for tensor in data["tensors"])
-
-
-def test_layouts_in_words():
+def test_layouts_and_sizes_in_words():
     assert in_words(None) == "full on every rank"
     assert in_words(layouts(2)["qkv.weight"]) == (
         "dim 0: heads 3 on each of 2 (x 2) | kv_heads 1 on each of 2 (x 2) | kv_heads 1 on each of 2 (x 2)"
     )
     assert in_words(layouts(4)["proj.weight"]) == "dim 1: heads 2+1+2+1 (x 2)"
     assert in_words(layouts(4)["qkv.bias"]).endswith("some on several ranks")
+    for count, words in ((999, "999 B"), (999_900, "1 MB"), (123_456, "123 KB"), (999.6e9, "1 TB")):
+        assert size(count) == words
+    assert size(1.2345e15) == "1,234 TB", "sizes have no exponents"
 
 
 @pytest.mark.tier("all")
@@ -148,13 +141,3 @@ def test_help_fits_and_has_an_example_that_is_right(name: str, monkeypatch: pyte
     listed = run(*name.split()[:-1], "--help").stdout
     assert command.short_help and command.short_help in listed
     assert "..." not in listed.partition("Commands:")[2], "a line is cut"
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(999, "999 B"), (999_900, "1 MB"), (123_456, "123 KB"), (999.6e9, "1 TB"), (1.2345e15, "1,234 TB")],
-)
-def test_sizes_have_no_exponents(count, words):
-    from autopar.cli.tables import size
-
-    assert size(count) == words

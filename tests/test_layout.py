@@ -20,21 +20,13 @@ def test_share_out_is_even_and_whole():
     assert even_shards(3, 4) == ((0, 1), (1, 2), (2, 3), (3, 3))  # a vocabulary may leave a rank empty
 
 
-def test_query_heads_follow_their_kv_head():
-    kv = replicated_shards(3, 2)
-    assert kv == ((0, 2), (2, 3))
-    assert aligned_shards(9, 3, kv) == ((0, 6), (6, 9))  # SmolLM2-135M on two ranks
-
-
-def test_fewer_kv_heads_than_ranks_are_replicated():
+def test_query_heads_follow_kv_heads_of_which_some_are_replicated():
+    assert aligned_shards(9, 3, replicated_shards(3, 2)) == ((0, 6), (6, 9))  # SmolLM2-135M on two ranks
     assert replicated_shards(2, 4) == ((0, 1), (0, 1), (1, 2), (1, 2))
     assert replicated_shards(2, 3) == ((0, 1), (0, 1), (1, 2))
     assert aligned_shards(8, 2, replicated_shards(2, 4)) == ((0, 2), (2, 4), (4, 6), (6, 8))
     assert aligned_shards(9, 3, replicated_shards(3, 4)) == ((0, 2), (2, 3), (3, 6), (6, 9))
     assert aligned_shards(25, 1, replicated_shards(1, 4)) == ((0, 7), (7, 13), (13, 19), (19, 25))
-
-
-def test_follow_refuses_a_ratio_that_is_not_whole():
     with pytest.raises(ValueError, match="10 units cannot follow 3: 10 / 3 is not an integer"):
         aligned_shards(10, 3, even_shards(3, 2))
 
@@ -74,11 +66,14 @@ def test_unshard_is_the_inverse_of_shard(seed: int):
     assert (owned == 1).all()
 
 
-def test_empty_shards_are_fine():
+def test_empty_shards_and_the_other_dim_of_an_activation():
     layout = Layout.of(0, [Block("vocab", 3, 1, even_shards(3, 4))])
     stored = torch.randn(3, 2)
     assert layout.shard(stored, 3).shape == (0, 2)
     assert torch.equal(layout.unshard([layout.shard(stored, r) for r in range(4)]), stored)
+    layout = Layout.of(0, [Block("heads", 4, 2, even_shards(4, 2))] * 2)
+    x = torch.randn(2, 3, 16)
+    assert torch.equal(layout.unshard([layout.shard(x, rank, dim=-1) for rank in range(2)], dim=-1), x)
 
 
 def test_wrong_sizes_raise_with_both_numbers():
@@ -98,13 +93,6 @@ def test_a_layout_survives_json_and_malformed_json_is_refused():
     bad["blocks"][0]["shares"][0] = [0, 99]
     with pytest.raises(ValueError, match="outside"):
         Layout.from_json(bad)
-
-
-def test_the_other_dim_of_an_activation():
-    layout = Layout.of(0, [Block("heads", 4, 2, even_shards(4, 2))] * 2)
-    x = torch.randn(2, 3, 16)
-    parts = [layout.shard(x, rank, dim=-1) for rank in range(2)]
-    assert torch.equal(layout.unshard(parts, dim=-1), x)
 
 
 def test_where_several_ranks_hold_an_element_the_lowest_ones_is_kept():

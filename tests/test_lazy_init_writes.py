@@ -64,16 +64,13 @@ def test_writes_inside_are_refused(made, number):
             ways[number]()
 
 
-def test_values_that_a_constructor_computed_are_no_better(tmp_path):
+def test_values_that_a_constructor_computed_are_no_better_and_a_new_head_may_be_written(tmp_path):
     config = llama().config
     with autopar.lazy_init():
         model = LlamaForCausalLM(config)
         assert not model.model.norm.weight.is_meta  # torch.ones; initialization has the last word
         with pytest.raises(ConfigError, match=r"model\.norm.weight of LlamaForCausalLM has no value"):
             model.model.norm.weight.data.fill_(3.0)
-
-
-def test_a_new_head_may_be_written(tmp_path):
     gpt2().transformer.save_pretrained(tmp_path)
     with autopar.lazy_init():
         model = GPT2ForSequenceClassification.from_pretrained(tmp_path, num_labels=3, pad_token_id=0)

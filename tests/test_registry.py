@@ -17,16 +17,12 @@ from autopar.stored import quantizers
 ALL = ParallelConfig.parse({"tp": 2, "cp": 2, "model_parallelism": {"sequence_parallel": True}}, 4)
 
 
-def test_each_entry_can_be_imported() -> None:
+def test_each_entry_can_be_imported_and_each_public_name_is_in_its_table() -> None:
     for feature in registry.features():
         for table in registry.TABLES:
             for value in getattr(feature, table).values():
                 assert registry.load(getattr(value, "function", value)) is not None, value
-
-
-def test_each_public_name_of_a_feature_is_in_its_table() -> None:
-    found = {name: feature.name for feature in registry.features() for name in feature.names}
-    assert found == registry.OF_FEATURES
+    assert {name: feature.name for feature in registry.features() for name in feature.names} == registry.OF_FEATURES
 
 
 def test_each_setting_is_one_of_the_configuration() -> None:
@@ -37,10 +33,11 @@ def test_each_setting_is_one_of_the_configuration() -> None:
 
 def test_steps_of_features_follow_those_that_they_name() -> None:
     names = [step.__name__ for step in registry.in_order(STEPS, ALL)]
-    assert (
-        names.index("release_other_stages") < names.index("run_on_rows_between_regions") < names.index("fill_weights")
-    )
-    assert names.index("hook_forwards") < names.index("run_on_rows_of_sequences") < names.index("add_savers")
+    for order in (
+        ["release_other_stages", "run_on_rows_between_regions", "fill_weights"],
+        ["hook_forwards", "run_on_rows_of_sequences", "add_savers"],
+    ):
+        assert sorted(order, key=names.index) == order
 
 
 def test_features_that_a_configuration_does_not_ask_for_add_no_steps() -> None:
@@ -95,42 +92,31 @@ def test_a_step_after_an_unknown_one_is_an_error(installed: list[Feature]) -> No
 
 
 def test_another_distribution_adds_a_feature_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = Feature("toy", "a test")
-    point: Any = SimpleNamespace(load=lambda: toy)
-    monkeypatch.setattr(registry, "_entry_points", lambda: [point])
-    registry.features.cache_clear()
-    try:
-        assert toy in registry.features()
-    finally:
-        registry.features.cache_clear()
-
-
-def test_a_feature_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> Any:
         raise ImportError("no module named toys")
 
+    toy, twice = Feature("toy", "a test"), Feature("peft", "a test")
     point: Any = SimpleNamespace(name="toy", value="toy:FEATURE", load=fail)
     monkeypatch.setattr(registry, "_entry_points", lambda: [point])
     registry.features.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"feature toy \(toy:FEATURE\) cannot be imported: no module named toys"):
             registry.features()
-        twice = Feature("peft", "a test")
         point.load = lambda: twice
         with pytest.raises(ConfigError, match=r"feature peft \(toy:FEATURE\) is installed already"):
             registry.features()
+        point.load = lambda: toy
+        assert toy in registry.features()
     finally:
         registry.features.cache_clear()
 
 
-def test_a_public_name_of_a_missing_feature_is_no_attribute(installed: list[Feature]) -> None:
-    installed[:] = [feature for feature in installed if feature.name != "tools"]
+def test_public_names_and_variables_of_a_missing_feature(
+    installed: list[Feature], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed[:] = []
     with pytest.raises(AttributeError, match=r"autopar\.verify needs the feature 'tools', which is not installed"):
         registry.public_name("verify")
-
-
-def test_a_variable_of_a_missing_feature_is_an_error(installed: list[Feature], monkeypatch: pytest.MonkeyPatch) -> None:
-    installed[:] = []
     registry.begin_asked()
     monkeypatch.setenv(registry.TRACE, "traces")
     with pytest.raises(ConfigError, match="AUTOPAR_TRACE=traces needs the feature 'tools', which is not installed"):

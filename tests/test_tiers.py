@@ -153,9 +153,6 @@ def test_only_what_the_machine_needs_stays() -> None:
     assert not set(hostile) & cleaned(dict.fromkeys(hostile, "hostile")).keys()
     needed = dict.fromkeys(("PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER", "UPDATE_DOCS"), "here")
     assert cleaned(needed) == needed | SET
-
-
-def test_this_process_is_clean() -> None:
     assert SET.items() <= os.environ.items()
     assert Path(os.environ["HF_HOME"]).is_dir()
     assert not sys.warnoptions

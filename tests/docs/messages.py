@@ -79,24 +79,3 @@ def sites() -> Iterator[Site]:
             kind = isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", ""))
             if kind in kinds and node.args:
                 yield str(path.relative_to(ROOT)), node.lineno, kind, node.args[0], inside.get(id(node), tree)
-
-
-def sentences() -> Iterator[Site]:
-    """All other texts of six words and more: problems and advice that functions put together, and help."""
-    for path, tree in trees().items():
-        done = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-        for node in ast.walk(tree):
-            if id(node) not in done and len((template(node) or "").split()) >= 6:
-                done |= {id(part) for part in ast.walk(node)}
-                yield str(path.relative_to(ROOT)), node.lineno, "text", node, tree
-
-
-if __name__ == "__main__":
-    printed = set[tuple[str, str]]()
-    for file, line, kind, argument, scope in sorted(
-        [*sites(), *sentences()], key=lambda site: (*site[:2], site[2] == "text")
-    ):
-        new = [message for message in messages(argument, scope) if (file, message) not in printed]
-        printed |= {(file, message) for message in new}
-        for message in new:
-            print(f"{file}:{line}: {kind}: {message.replace(GAP, '...').strip()}")

@@ -35,15 +35,12 @@ def test_every_name_of_autopar_exists(name: str) -> None:
     assert callable(value) or inspect.ismodule(value)
 
 
-def test_every_name_of_the_mesh_exists() -> None:
+def test_every_name_of_the_mesh_and_every_method_of_a_model_exists() -> None:
     found = names(r"\bmpu\.(\w+)")
     attributes = {"tp", "pp", "dp", "dp_cp", "device"}
     assert attributes <= found and len(found - attributes) > 12
     assert {name for name in found if not hasattr(autopar.MPU, name) and name not in vars(MeshAccessors)} == attributes
     assert all(f"{name}:" in (inspect.getdoc(autopar.MPU) or "") for name in attributes)
-
-
-def test_every_method_of_a_model_is_known() -> None:
     assert {name for code in HERE for name in re.findall(r"\bmodel\.(\w+)", code)} == ATTACHED | {"mpu"}
 
 

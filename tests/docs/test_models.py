@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import yaml
+
 from autopar.policy.load import own_policies
 from autopar.policy.match import supported_model_types
 from tests.docs.pages import DOCS, README, same
@@ -14,23 +16,7 @@ from tests.random_models import auto_heads, of_type
 
 PAGE = DOCS / "models.md"
 
-HEADS = {  # ending of a class -> its task
-    "ForCausalLM": "causal",
-    "LMHeadModel": "causal",
-    "ForMaskedLM": "masked",
-    "ForConditionalGeneration": "generation",
-    "MTModel": "generation",
-    "ForPreTraining": "pretraining",
-    "ForSequenceClassification": "sequence",
-    "ForTokenClassification": "token",
-    "ForQuestionAnswering": "QA",
-    "ForMultipleChoice": "choice",
-    "ForImageClassification": "image",
-    "ForSemanticSegmentation": "segmentation",
-    "ForAudioFrameClassification": "audio",
-    "ForCTC": "CTC",
-    "Model": "base",
-}
+HEADS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("heads.yaml").read_text())  # ending of a class -> task
 
 
 def policy_table() -> str:

@@ -31,6 +31,12 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
+def planned(*arguments: object) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
 def test_tables_and_files(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     result = run(folder, *SIZES, "-o", config)
@@ -63,9 +69,7 @@ def test_the_command_at_its_end_rehearses_the_best(folder: Path, tmp_path: Path)
 
 def test_json_has_all_of_it_and_the_best_comes_first(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    result = run(folder, *SIZES, "--json", "-o", config)
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = planned(folder, *SIZES, "-o", config)
     assert len(found["best"]) == 5 and found["tried"] > 20
     times = [best["step_time"] for best in found["best"]]
     assert times == sorted(times)
@@ -82,7 +86,7 @@ def test_json_has_all_of_it_and_the_best_comes_first(folder: Path, tmp_path: Pat
 
 def test_machines_by_name_and_number(folder: Path) -> None:
     slow, fast = (
-        json.loads(run(folder, *SIZES, *node, "--zero", 0, "--storage-bandwidth", speed, "--json").stdout)
+        planned(folder, *SIZES, *node, "--zero", 0, "--storage-bandwidth", speed)
         for node, speed in ((("--node", "2xt4", "--latency", 50), 1), (("--inter-node-bandwidth", 100), 10))
     )
     assert (slow["node"], slow["gpus_per_node"], slow["gpu"]) == ("2xt4", 2, "t4")
@@ -99,27 +103,26 @@ def test_machines_by_name_and_number(folder: Path) -> None:
         )
 
 
-def test_meshes_that_cross_nodes_are_named(folder: Path) -> None:
+def test_meshes_that_cross_nodes_are_named_and_those_that_are_asked_for_are_all_that_is_tried(folder: Path) -> None:
     sizes = ("--gpus", 30, "--sequence", 64, "--global-batch", 30)
-    result = run(folder, *sizes, "--zero", 0, "--no-checkpointing", "--json")
-    found = json.loads(result.stdout)
+    found = planned(folder, *sizes, "--zero", 0, "--no-checkpointing")
     assert {best["tp"] for best in found["best"]} <= {1, 2}
     assert any(line.endswith("tensor-parallel groups would cross nodes, of 8 GPUs each") for line in found["rejected"])
-
-
-def test_what_is_asked_for_is_all_that_is_tried(folder: Path) -> None:
-    found = json.loads(run(folder, *SIZES, "--zero", 1, "--checkpointing", "--json").stdout)
+    found = planned(folder, *SIZES, "--zero", 1, "--checkpointing")
     assert found["best"] and all(best["zero"] == 1 and best["checkpointing"] for best in found["best"])
     assert any("the ZeRO stage, the sequences or the experts that were asked" in line for line in found["rejected"])
 
 
-def test_nothing_fits(folder: Path, tmp_path: Path) -> None:
+def test_nothing_fits_or_the_model_is_nowhere(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     result = run(folder, *SIZES[:-1], 1.5, "-o", config)
     assert result.exit_code == 1 and not config.exists()
     assert "fits: use more GPUs, or adapters (LoRA)" in result.stderr and f"{config} is not written" in result.stderr
     assert "closest meshes (" in result.stdout and "other meshes (" not in result.stdout
     assert any("needs 1.5 GB: reserve 1.5" in line for line in result.stdout.splitlines())
+    result = run("nobody/nothing", *SIZES)
+    assert result.exit_code == 1
+    assert "'nobody/nothing' is not a folder with a config.json, and its config cannot be read" in result.stderr
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
@@ -129,12 +132,6 @@ def test_what_is_refused(folder: Path, arguments: tuple[str, str], message: str)
     assert message in result.stderr, result.stderr
     result = run(folder, *SIZES, *arguments, "--json")
     assert message in json.loads(result.stdout)["error"]["message"]
-
-
-def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
-    result = run("nobody/nothing", *SIZES)
-    assert result.exit_code == 1
-    assert "'nobody/nothing' is not a folder with a config.json, and its config cannot be read" in result.stderr
 
 
 def test_where_nothing_fits_the_memory_of_the_cpu_is_named(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Sequence and context parallelism in the planner, and recomputed blocks that keep what fits."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from transformers import OPTConfig, OPTForCausalLM
@@ -17,12 +16,7 @@ from autopar.tools.planner.search import Space, search, with_kept
 from tests.features.context_parallel.test_exactness import made
 from tests.small import llama
 
-BATCH, SEQUENCE, WIDTH, HEADS, KV_HEADS, HEAD = 3, 32, 64, 8, 4, 8
-
-
-def model(**changes: Any) -> Any:
-    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD}
-    return llama(**{**sizes, "num_hidden_layers": 3, "intermediate_size": 96, "max_position_embeddings": 64} | changes)
+BATCH, SEQUENCE = 3, 32
 
 
 def test_a_ring_sends_all_but_its_own_part_and_a_sum_sends_it_twice() -> None:
@@ -48,7 +42,9 @@ def test_the_search_tries_both() -> None:
     listed = [c for mesh in space.meshes(16384) for each in space.candidates(mesh) for c in each]
     assert {(c.tp > 1, c.cp > 1) for c in listed if c.sequence_parallel} == {(True, False)}
     assert {c.sequence_parallel for c in listed if c.tp == 2 and c.cp == 1} == {True, False}
-    estimator = Estimator(PlannedModel(model(max_position_embeddings=65536), sequence=16384), find_node("dgx-h100"))
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
+    model = llama(**sizes, intermediate_size=96, max_position_embeddings=65536)
+    estimator = Estimator(PlannedModel(model, sequence=16384), find_node("dgx-h100"))
     only = search(estimator, Space(4, 4, 4, cp=2))
     assert {e.candidate.cp for e in only.best} == {2}
     candidate = only.best[0].candidate

@@ -35,20 +35,14 @@ def test_large_tensors_approach_the_bandwidth_of_the_slowest_link(group: Group) 
     assert ring == pytest.approx(NVLINK, rel=0.06), "8 network cards are about as fast as NVLink"
 
 
-def test_small_tensors_cost_the_hops() -> None:
-    """LL: 6.6 us, and 7 hops of 0.6 us in a node; between 4 nodes 28 of a posted message and 3 of 2.7."""
+def test_times_by_hand() -> None:
+    # LL: 6.6 us, and 7 hops of 0.6 us in a node; between 4 nodes 28 of a posted message and 3 of 2.7
     assert H100.seconds("all_gather", 1, Group(8)) == pytest.approx((6.6 + 7 * 0.6) * 1e-6, rel=1e-3)
     assert H100.seconds("all_gather", 1, Group(32, 4)) == pytest.approx((6.6 + 28 * 1.0 + 3 * 2.7) * 1e-6, rel=1e-3)
     assert H100.seconds("send", 1, Group(2, 2)) == pytest.approx((6.6 + 2.7) * 1e-6, rel=1e-3)
-
-
-def test_a_ring_in_simple_by_hand() -> None:
-    """1 GB over 8 GPUs of a node: 8.4 us, 7 hops of 3.4 us, and 7/8 GB at 369 GB/s; in LL128 at 92 % of these."""
+    # A ring in simple, over 8 GPUs of a node: 8.4 us, 7 hops of 3.4 us, and 7/8 GB at 369 GB/s
     assert H100.seconds("all_gather", BILLION, Group(8)) == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 0.875e9 / NVLINK)
-
-
-def test_a_tree_sums_small_tensors_over_many_nodes() -> None:
-    """LL: up and down 6 levels of 5 us; a ring would have 128 hops of 2.7 us."""
+    # A tree in LL: up and down 6 levels of 5 us; a ring would have 128 hops of 2.7 us
     assert H100.seconds("all_reduce", 64, Group(64, 64)) == pytest.approx((6.8 + 2 * 6 * 5.0) * 1e-6, rel=1e-3)
     assert H100.seconds("all_gather", 64, Group(64, 64)) > 2 * H100.seconds("all_reduce", 64, Group(64, 64))
 
@@ -95,19 +89,10 @@ def test_no_communication_is_hidden_for_nothing() -> None:
     assert exposed(1.0, 0.0) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("size", "stride", "expected"),
-    [
-        (8, 1, Group(8)),
-        (2, 4, Group(2)),
-        (4, 4, Group(4, 2)),
-        (4, 8, Group(4, 4)),
-        (64, 2, Group(64, 16)),
-        (1, 8, Group(1)),
-    ],
-)
-def test_groups_lie_on_nodes(size: int, stride: int, expected: Group) -> None:
-    assert Group.of(size, stride, 8) == expected
+def test_groups_lie_on_nodes() -> None:
+    sizes = {(8, 1): (8,), (2, 4): (2,), (4, 4): (4, 2), (4, 8): (4, 4), (64, 2): (64, 16), (1, 8): (1,)}
+    for (size, stride), expected in sizes.items():
+        assert Group.of(size, stride, 8) == Group(*expected)
 
 
 def test_machines_by_name_and_number() -> None:

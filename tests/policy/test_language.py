@@ -78,6 +78,8 @@ def test_models_alone_make_a_policy() -> None:
     assert list(policy.models) == ["text", "image"] and not policy.units
     with pytest.raises(PolicyError, match=r"^policy text:1: policy 'user' has no section 'blocks' \(nor 'towers', nor"):
         read_user_policy("match: {model_type: pair}\n")
+    with refused("policy dict:top: policy 'user' has no section 'units'"):
+        read_user_policy({"match": {"model_type": "x"}, "blocks": {"path": "h", "modules": {}}})
 
 
 def test_a_right_policy() -> None:
@@ -97,12 +99,3 @@ def test_a_right_policy() -> None:
     assert tower.block_attributes["attn.groups"] == Ratio((UnitRun("heads"),), "kv", Where("policy text", 18))
     assert tower.block_attributes["attn.heads"] == Ratio((UnitRun("heads"),), None, Where("policy text", 19))
     assert str(blocks["q_proj"].where) == "policy text:12"
-
-
-@pytest.mark.parametrize("section", ["units", "blocks"])
-def test_a_section_that_must_be_there(section: str) -> None:
-    kept = {"match": {"model_type": "x"}, "units": {}, "blocks": {"path": "h", "modules": {}}}
-    del kept[section]
-    more = " (nor 'towers', nor 'models')" if section == "blocks" else ""
-    with refused(f"policy dict:top: policy 'user' has no section '{section}'{more}"):
-        read_user_policy(kept)

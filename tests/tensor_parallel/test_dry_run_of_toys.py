@@ -61,7 +61,7 @@ def test_a_replicated_activation_that_meets_sharded_ones() -> None:
     refused(toy(Normed), rules, "latent", f"in layers.1 {MIXED}{made}")
 
 
-def test_a_parameter_whose_gradient_stays_partial() -> None:
+def test_a_parameter_whose_gradient_stays_partial_or_must_not_be_summed() -> None:
     message = "layers.0.norm.bias works on sharded activations, but its rule leaves its gradient partial\n"
     message += "  Write {replicated: UNIT} to sum it, or shard the parameter."
     refused(toy(Latent), latent(norm="replicated"), "q", message)
@@ -79,8 +79,6 @@ def test_a_parameter_whose_gradient_stays_partial() -> None:
     refused(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": "replicated"}), "up", message)
     assert checked_plan(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": {"replicated": "ffn"}}))
 
-
-def test_a_gradient_that_must_not_be_summed() -> None:
     class Before(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down(self.up(self.between(x)))
