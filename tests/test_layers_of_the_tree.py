@@ -21,7 +21,7 @@ LINES = {
     "distributed": 2445,
     "dry_run": 1567,
     "features": 11025,
-    "compat": 907,
+    "compat": 912,
     "guards": 584,
     "integrations": 2295,
     "pipeline_parallel": 3369,

@@ -52,7 +52,7 @@ LIBRARIES = {"torch": "torch", "transformers": "transformers", "accelerate": "ac
 FAMILIES = ["gpt2", "llama", "mixtral", "bert", "t5"]
 OTHERS = ["qwen3", "deepseek_v3", "olmo2", "bart", "bloom", "vit", "whisper"]  # make sweep
 TRAINING = {
-    "Trainer": "tests/integrations/test_trainer.py::test_tensor_parallel[plain]",
+    "Trainer": "tests/integrations/test_trainer.py::test_on_two_ranks[plain-{'tp': 2}]",
     "TRL": "tests/integrations/test_trl.py::test_trainers[tensor-parallel]",
     "LoRA": "tests/features/peft/test_lora.py::test_lora_trains_as_on_one_process[llama, all linear]",
 }

@@ -61,7 +61,7 @@ def patches() -> list[Patch]:
 def load() -> None:
     """Import the patch modules of imported libraries without installing patches, before processes are forked."""
     for module, home in SETS.items():
-        if module in sys.modules:
+        if module in sys.modules and _exists(home):
             importlib.import_module(home)
 
 
@@ -82,7 +82,12 @@ def release(user: Any) -> None:
 
 
 def _install(home: str) -> None:
-    importlib.import_module(home).install()
+    if _exists(home):
+        importlib.import_module(home).install()
+
+
+def _exists(home: str) -> bool:
+    return importlib.util.find_spec(home.rpartition(".")[0]) is not None  # the folder of integrations can be deleted
 
 
 def _remove_unheld() -> None:
