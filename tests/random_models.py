@@ -150,13 +150,10 @@ def batches(
     for _ in range(count):
         batch = _batch(case, config, draw, seq, left=left)
         if of_type(case.model_type).double:
-            batch = {key: value.double() if _is_float(value) else value for key, value in batch.items()}
+            floats = [key for key, value in batch.items() if getattr(value, "dtype", None) == torch.float32]
+            batch |= {key: batch[key].double() for key in floats}
         result.append(batch)
     return result
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
 class _Draw:

@@ -1,15 +1,15 @@
 """What tensor-parallel ranks must have alike, in the loops that users write: named as soon as it differs."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import DynamicCache, Qwen3NextConfig, StaticCache, Wav2Vec2Config, Wav2Vec2ForCTC
+from transformers import DynamicCache, Qwen3NextConfig, StaticCache
 
-import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.tensor_parallel.hooks import reuses_cache
 from benchmarks.traffic import record
@@ -17,6 +17,7 @@ from tests.compare import same_weights
 from tests.exchange import raises_everywhere
 from tests.harness.worlds import pooled
 from tests.parity import close
+from tests.random_models import small
 from tests.small import gpt2, llama, parallel
 
 
@@ -54,9 +55,18 @@ def test_the_same_samples_in_another_order_are_other_inputs():
 
 
 @pooled(world_size=2)
-def test_the_base_model_and_evaluation_are_compared_too():
+def test_the_base_model_and_evaluation_are_compared_too_after_an_interrupted_forward():
     model, rank = parallel(gpt2(), 2), dist.get_rank()
-    model(torch.arange(4)[None])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.transformer.h[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.arange(4)[None])
+    handle.remove()
+    with raises_everywhere(ConsistencyError, "input_ids"):
+        model(torch.arange(4)[None] + rank)
     with raises_everywhere(ConsistencyError, "input_ids"):
         model.transformer(torch.arange(4)[None] + rank)
     with torch.no_grad(), raises_everywhere(ConsistencyError, "input_ids"):
@@ -188,21 +198,6 @@ def test_states_of_linear_attention_that_were_reset_begin_anew():
     assert not reuses_cache((), {"cache_params": cache})
 
 
-@pooled(world_size=2)
-def test_a_forward_that_was_interrupted_turns_nothing_off():
-    model, rank = parallel(gpt2(), 2), dist.get_rank()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handle = model.transformer.h[0].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.arange(4)[None])
-    handle.remove()
-    with raises_everywhere(ConsistencyError, "input_ids"):
-        model(torch.arange(4)[None] + rank)
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_random_states_that_differ_are_an_error_when_dropout_is_on():
@@ -220,15 +215,8 @@ def test_random_states_that_differ_are_an_error_when_dropout_is_on():
     model(torch.arange(4)[None])  # nothing is drawn, nothing to compare
 
 
-def _speech(**changes: object) -> Wav2Vec2ForCTC:
-    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 37}
-    sizes |= {"conv_dim": (12, 14), "conv_stride": (3, 2), "conv_kernel": (5, 3), "vocab_size": 17}
-    sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0}
-    rates = dict.fromkeys(("hidden_dropout", "activation_dropout", "attention_dropout", "final_dropout"), 0.0)
-    masks = {"mask_time_prob": 0.4, "mask_time_length": 2, "mask_feature_prob": 0.3, "mask_feature_length": 3}
-    torch.manual_seed(0)
-    config = Wav2Vec2Config(**{**sizes, **rates, **masks, "feat_proj_dropout": 0.0, "ctc_loss_reduction": "mean"})
-    return Wav2Vec2ForCTC(config)
+def _speech() -> Any:
+    return small("wav2vec2", "Wav2Vec2ForCTC").train()
 
 
 @pytest.mark.tier("test")
@@ -238,7 +226,7 @@ def test_masks_drawn_from_numpy_are_those_of_one_process():
     np.random.seed(5)
     torch.manual_seed(0)
     wave, labels = torch.randn(2, 400), torch.randint(1, 17, (2, 4))
-    plain, model = _speech().train(), _speech().train()
+    plain, model = _speech(), _speech()
     optimizers = [torch.optim.SGD(m.parameters(), 1e-2) for m in (plain, model)]
     losses = []
     np.random.seed(5)
@@ -248,7 +236,7 @@ def test_masks_drawn_from_numpy_are_those_of_one_process():
         optimizers[0].step()
         optimizers[0].zero_grad()
     np.random.seed(5 if rank == 0 else 77)  # users seed by rank, or not at all: initialize shares the first one's
-    model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}})
+    parallel(model, 2)
     for loss in losses:
         output = model(wave, labels=labels)
         close(output.loss, loss, "loss")
@@ -266,7 +254,7 @@ def test_masks_drawn_from_numpy_are_those_of_one_process():
 @pooled(world_size=2)
 def test_generators_that_differ_before_the_first_forward_are_noticed_in_it():
     wave, labels = torch.zeros(2, 400), torch.ones(2, 4, dtype=torch.long)
-    model = autopar.initialize(_speech(), {"model_parallelism": {"tensor_parallel_size": 2}}).train()
+    model = parallel(_speech(), 2)
     np.random.seed(dist.get_rank())  # set_seed(rank) after initialize
     with raises_everywhere(ConsistencyError, "random state of numpy"):
         model(wave, labels=labels)

@@ -11,15 +11,16 @@ from tests.parity import language_batches
 from tests.small import gpt2, llama, parallel
 
 
-def _train(model, steps: int, skip: int | None = None):
-    """A user's loop, in which one rank may skip a step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def _train(model, steps: int, skip: int | None = None, change=lambda *_: None, kind=torch.optim.AdamW, lr=1e-2):
+    """A user's loop, in which one rank may skip a step, and which may change gradients."""
+    optimizer = kind(model.parameters(), lr=lr)
     for step, batch in enumerate(language_batches(min(131, model.config.vocab_size), count=steps)):
         model(**batch).loss.backward()
+        for name, parameter in model.named_parameters():
+            change(name, parameter.grad)
         if step != skip or dist.get_rank() != 1:
             optimizer.step()
         optimizer.zero_grad()
-    return optimizer
 
 
 @pytest.mark.tier("test")
@@ -73,17 +74,11 @@ def test_dropout_and_fifty_steps_raise_no_false_alarm():
     rates = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
     model = parallel(gpt2(**rates), 2).train()
     own = torch.Generator().manual_seed(dist.get_rank())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batches = language_batches(131, count=3)
-    for step in range(50):
-        model(**batches[step % 3]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.rand(1, generator=own)
-        if step % 10 == 9:
-            with torch.no_grad():
-                model.eval()(**batches[0])
-            model.train()
+    for _ in range(5):
+        _train(model, 10, change=lambda *_: torch.rand(1, generator=own))
+        with torch.no_grad():
+            model.eval()(**language_batches(131, count=1)[0])
+        model.train()
 
 
 @pytest.mark.tier("test")
@@ -91,17 +86,14 @@ def test_dropout_and_fifty_steps_raise_no_false_alarm():
 def test_gradients_that_were_summed_over_all_ranks_are_noticed_on_the_next_forward():
     model = parallel(llama(num_attention_heads=4, num_key_value_heads=4, hidden_size=32, vocab_size=132), 2).train()
     model.config.use_cache = False
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    even = [p for name, p in model.named_parameters() if "mlp" not in name]
-    batches = language_batches(131, count=6)
+
+    def average(name: str, gradient: torch.Tensor) -> None:
+        if "mlp" not in name:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+
     with raises_everywhere(ConsistencyError, "stepped with the same numbers for", "autopar.average_gradients(model)"):
-        for batch in batches:
-            model(**batch).loss.backward()
-            for parameter in even:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
-            optimizer.step()
-            optimizer.zero_grad()
+        _train(model, 6, change=average, kind=torch.optim.SGD, lr=0.1)
 
 
 @pooled(world_size=2)
@@ -138,15 +130,9 @@ def test_biases_may_have_the_same_numbers_on_all_ranks():
     """Signs of gradients, a pattern for each head: a few numbers are soon alike."""
     torch.manual_seed(0)
     model = parallel(llama(attention_bias=True, hidden_size=8, num_attention_heads=2, num_key_value_heads=2), 2).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for batch in language_batches(131, count=40):
-        model(**batch).loss.backward()
-        for parameter in model.parameters():
-            parameter.grad.sign_()
-        optimizer.step()
-        optimizer.zero_grad()
+    _train(model, 40, change=lambda _, gradient: gradient.sign_(), kind=torch.optim.SGD, lr=1e-3)
     torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.bias, generator=torch.Generator().manual_seed(0))
-    model(**batch)
+    model(**language_batches(131, count=1)[0])
 
 
 @pooled(world_size=2)
@@ -169,34 +155,26 @@ def test_an_optimizer_state_of_rank_0_on_all_ranks_is_noticed_on_the_next_forwar
 @pooled(world_size=2)
 def test_settings_and_frozen_weights_that_differ_between_ranks():
     rank = dist.get_rank()
-    batches = language_batches(131, count=3)
     model = parallel(gpt2(), 2).train()
     model.transformer.requires_grad_(False)
     model.transformer.wte.requires_grad_(True)  # sharded: nothing that ranks hold whole drifts apart
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
     with raises_everywhere(ConsistencyError, "stepped with different settings of the optimizer", "'lr': 0.1"):
-        for batch in batches:
-            model(**batch).loss.backward()
-            optimizer.step()
-    model = parallel(gpt2(), 2).train()
-    model(**batches[0])
+        _train(model, 3, kind=torch.optim.SGD, lr=0.1 * (1 + rank))
+    model, (batch,) = parallel(gpt2(), 2).train(), language_batches(131, count=1)
+    model(**batch)
     model.transformer.h[0].mlp.c_fc.weight.requires_grad_(rank == 1)
     with raises_everywhere(
         ConsistencyError,
         "train different weights:",
         "requires_grad of transformer.h.0.mlp.c_fc.weight: rank 0: False, rank 1: True",
     ):
-        model(**batches[0])
+        model(**batch)
 
 
 @pooled(world_size=2)
 def test_gradients_that_are_no_numbers_and_heads_that_are_copies_raise_no_false_alarm():
     model = parallel(gpt2(), 2).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in language_batches(131, count=6):
-        (model(**batch).loss * float("nan")).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    _train(model, 6, change=lambda _, gradient: gradient.fill_(float("nan")), kind=torch.optim.SGD, lr=0.1)
     model = llama(num_attention_heads=4, num_key_value_heads=4, hidden_size=32, intermediate_size=36, vocab_size=132)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -205,11 +183,7 @@ def test_gradients_that_are_no_numbers_and_heads_that_are_copies_raise_no_false_
                 half = parameter.narrow(dim, 0, parameter.shape[dim] // 2)
                 parameter.copy_(torch.cat([half, half], dim))
     model = parallel(model, 2).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for batch in language_batches(131, count=12):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    _train(model, 12, kind=torch.optim.SGD, lr=0.01)
 
 
 @pooled(world_size=2)

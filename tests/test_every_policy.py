@@ -44,7 +44,6 @@ from tests.representatives import IN_EVERY_RUN, REPRESENTATIVES, every_fourth, f
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
 
-POLICIES = list(own_policies())
 # Their merged checkpoints have the names in memory (NAMES_IN_MEMORY).
 pytestmark = pytest.mark.filterwarnings("ignore:the conversion of Inkling2Loop:UserWarning")
 
@@ -56,10 +55,6 @@ COMPOSITES = {
     "qwen3_omni_moe",
 }  # tests/tensor_parallel/test_composites.py
 WHOLE = [name for name in MODEL_TYPES if not of_type(name).inside]  # the others are parts, tested inside these
-
-
-def _types(name: str) -> tuple[str, ...]:
-    return own_policies()[name].model_types
 
 
 def _main(model_type: str) -> list[Case]:
@@ -246,7 +241,7 @@ def test_one_of_each_family_on_three() -> None:
 @pytest.mark.parametrize("name", every_fourth(one_of_each_structure(WHOLE), 0))  # others in stages
 @pooled(world_size=2, timeout=600)
 def test_one_of_each_structure_on_two(name: str) -> None:
-    first = next(model_type for model_type in _types(name) if model_type in WHOLE)
+    first = next(model_type for model_type in own_policies()[name].model_types if model_type in WHOLE)
     _run(_of_policy(name, _main(first))[:1], 2, rows=True, merges=True, once=True)
 
 
@@ -265,7 +260,7 @@ def test_every_head_on_two(model_type: str) -> None:
 @pooled(world_size=4, timeout=600)
 def test_one_of_each_structure_on_four(name: str) -> None:
     """More ranks than KV heads, where those may be replicated: without ranks that is planned for every model type."""
-    first = next(model_type for model_type in _types(name) if model_type in WHOLE)
+    first = next(model_type for model_type in own_policies()[name].model_types if model_type in WHOLE)
     units = [unit for tower in own_policies()[name].towers for unit in tower.units.values()]
     heads, kv_heads = SIZES[4]
     kv_heads = kv_heads if any(unit.replicate for unit in units) else heads // 2
@@ -302,13 +297,10 @@ def test_small_and_odd_vocabularies_on_four() -> None:
         _run([GPT2, LLAMA, BERT, Case("llama", "LlamaForCausalLM", "other tie")], 4, 4, 2, vocab, thorough=False)
 
 
-def test_the_page_says_how_many_model_types_have_rows() -> None:
+def test_the_pages_say_how_many_model_types_have_rows_and_run_over_a_context_axis() -> None:
     page = (Path(__file__).parents[1] / "docs" / "sequence-parallel.md").read_text()
     assert f"{len(WHOLE) - len(NOT_BY_ROWS)} of the {len(WHOLE)} model types run" in " ".join(page.split())
     assert set(WHOLE) >= NOT_BY_ROWS
-
-
-def test_the_page_says_how_many_model_types_run_over_a_context_axis() -> None:
     page = (Path(__file__).parents[1] / "docs" / "long-sequences.md").read_text()
     refused = NOT_IN_CONTEXT | LATE_IN_CONTEXT
     causal = [name for name in WHOLE if any(kind(case.head) == "causal" for case in _main(name))]
@@ -319,9 +311,7 @@ def test_the_page_says_how_many_model_types_run_over_a_context_axis() -> None:
 
 
 def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() -> None:
-    for model_type in supported_model_types():
-        if of_type(model_type).inside:
-            continue
+    for model_type in WHOLE:
         heads = set(heads_of(model_type))
         assert auto_heads(model_type) <= heads
         left_out = set(of_type(model_type).without)
@@ -329,11 +319,7 @@ def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() ->
         for head in heads - left_out:
             known = kind(head) is not None or of_type(model_type).inputs is not None or "For" not in head
             assert known, f"{model_type}: no inputs for {head}; add them in tests/zoo"
-        assert {case.head for case in cases(model_type)} == heads - left_out, model_type
-
-
-def test_every_model_type_has_a_model_or_comes_inside_another() -> None:
-    assert not [name for name in MODEL_TYPES if not of_type(name).inside and not cases(name)]
+        assert {case.head for case in cases(model_type)} == heads - left_out != set(), model_type
 
 
 @pytest.mark.tier("all")
@@ -342,12 +328,8 @@ def test_every_model_type_has_a_model_or_comes_inside_another() -> None:
 )
 def test_a_part_is_inside_what_tests_it(model_type: str) -> None:
     outer = cases(of_type(model_type).inside)
-    found = [module.config.model_type for case in outer[:2] for module in _inside(build(case, *SIZES[2]))]
-    assert model_type in found
-
-
-def _inside(model: nn.Module) -> list[transformers.PreTrainedModel]:
-    return [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    modules = [module for case in outer[:2] for module in build(case, *SIZES[2]).modules()]
+    assert model_type in [each.config.model_type for each in modules if isinstance(each, transformers.PreTrainedModel)]
 
 
 @pytest.mark.parametrize("path", policy_files(), ids=lambda path: path.stem)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -23,16 +24,15 @@ from tests.small import gpt2
 from tests.timeouts import TIMEOUT, hurry, say, wait_for
 
 
-def test_this_process_is_alive():
+def test_this_process_is_alive_and_one_that_is_gone_is_not():
     here = Process.current()
     assert here.pid == os.getpid()
     assert here.is_alive() is True
     assert here._replace(place="elsewhere").is_alive() is None
-
-
-def test_a_process_that_is_gone():
+    assert here._replace(started="1").is_alive() is False  # another process with the same number
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    process = Process.current()._replace(pid=child.pid, started=_started(child.pid))
+    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    process = Process.current()._replace(pid=child.pid, started=started)
     assert process.is_alive() is True
     child.kill()
     deadline = time.monotonic() + 5
@@ -41,15 +41,6 @@ def test_a_process_that_is_gone():
     assert process.is_alive() is False
     child.wait()
     assert process.is_alive() is False
-
-
-def _started(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[19]
-
-
-def test_another_process_with_the_same_number_is_another_one():
-    assert Process.current()._replace(started="1").is_alive() is False
 
 
 @pytest.mark.tier("test")

@@ -165,7 +165,7 @@ class LooksAtValues(LlamaForCausalLM):
 
 
 @pooled(world_size=2)
-def test_an_init_that_looks_at_values():
+def test_an_init_that_looks_at_values_and_a_copy_in_another_dtype():
     config = llama().config
     with autopar.lazy_init():
         model = LooksAtValues(config)
@@ -173,9 +173,6 @@ def test_an_init_that_looks_at_values():
     assert (model.lm_head.weight == 0.25).all()
     assert model.model.embed_tokens.weight.std() > 0.05
 
-
-@pooled(world_size=2)
-def test_a_copy_in_another_dtype():
     model = copy.deepcopy(lazily(gpt2())).to(torch.bfloat16)
     parallel(model, 2)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -207,14 +204,11 @@ def test_only_one_block_is_whole_at_a_time():
 
 @pooled(world_size=2)
 def test_ranks_that_do_not_agree():
-    model = lazily(gpt2()) if dist.get_rank() else gpt2()
-    with pytest.raises(autopar.ConsistencyError):
-        parallel(model, 2)
     with torch.device("meta"):
-        plain = type(gpt2())(gpt2().config)
-    model = lazily(gpt2()) if dist.get_rank() else plain
-    with pytest.raises(autopar.ConsistencyError):
-        parallel(model, 2)
+        without_values = GPT2LMHeadModel(gpt2().config)
+    for first in (gpt2(), without_values):
+        with pytest.raises(autopar.ConsistencyError):
+            parallel(lazily(gpt2()) if dist.get_rank() else first, 2)
 
 
 def test_the_default_device_does_not_matter():

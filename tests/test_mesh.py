@@ -21,15 +21,6 @@ def test_the_groups_of_every_axis_partition_a_world_of_ten_thousand():
         assert sorted(ranks) == list(range(10_000)), axis
 
 
-def test_rank_order_is_tp_then_dp_then_pp():
-    groups = rank_groups(MeshSizes(tp=2, pp=4, dp=2))
-    assert groups["tp"][:3] == [[0, 1], [2, 3], [4, 5]]
-    assert groups["dp"][:3] == [[0, 2], [1, 3], [4, 6]]
-    assert groups["pp"][:2] == [[0, 4, 8, 12], [1, 5, 9, 13]]
-    assert groups["model"][0] == [0, 1, 4, 5, 8, 9, 12, 13]
-    assert groups["embedding"][0] == [0, 12]
-
-
 def test_experts_lie_on_tp_and_the_innermost_replicas():
     groups = rank_groups(MeshSizes(tp=2, pp=2, dp=4, cp=2), experts=4)
     assert groups["ep"][:3] == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13]]

@@ -18,7 +18,7 @@ from autopar.checkpoint.shards import check_checkpoint
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError
 from tests.harness.worlds import pooled
 from tests.own_modules import GPT, GPT_POLICY, Block, gpt, tokens
-from tests.parity import check, close
+from tests.parity import all_close, check, close
 
 
 def parallel(model: Any, tp: int = 1, pp: int = 1, policy: Any = GPT_POLICY, **rest: Any) -> Any:
@@ -56,14 +56,12 @@ def test_a_gpt_of_ones_own_is_exact_on_every_mesh(tmp_path: Path) -> None:
     for optimized in (model, plain):
         torch.optim.SGD(optimized.parameters(), lr=0.1).step()
     model.save_parallelized(f"{folder}/shards")
-    for name, tensor in whole(model).items():
-        close(tensor, plain.state_dict()[name], f"{name} after a step in stages")
+    all_close(whole(model), plain.state_dict(), "{} after a step in stages")
     other = parallel(gpt(seed=5), 4)
     assert other.from_parallelized(f"{folder}/shards") is other
     for _ in range(2):  # the second replaces the first
         other.save_parallelized(f"{folder}/merged", merge_checkpoints=True)
-    for name, tensor in whole(other).items():
-        close(tensor, plain.state_dict()[name], f"{name} from another mesh")
+    all_close(whole(other), plain.state_dict(), "{} from another mesh")
     if dist.get_rank() == 0:
         reshard_checkpoint(f"{folder}/shards", f"{folder}/resharded", tp=2, pp=1)
         assert check_checkpoint(f"{folder}/resharded")["problems"] == []
@@ -72,8 +70,7 @@ def test_a_gpt_of_ones_own_is_exact_on_every_mesh(tmp_path: Path) -> None:
         assert sorted(path.name for path in Path(f"{folder}/merged").iterdir()) == ["model.safetensors"]
         merged = gpt(seed=7)
         merged.load_state_dict(load_file(f"{folder}/merged/model.safetensors"))  # strict: tied names are all there
-        for name, tensor in merged.state_dict().items():
-            close(tensor, plain.state_dict()[name], name)
+        all_close(merged.state_dict(), plain.state_dict(), "{}")
     dist.barrier()
 
 
@@ -185,10 +182,8 @@ def test_replicas_optimizers_and_recomputation(tmp_path: Path) -> None:
         optimizer.step()
         close(optimizer.gradient_norm.detach().cpu(), norm, f"the norm with {config}")
         model.save_parallelized(tmp_path / "run", optimizer=optimizer)
-        fresh = parallel(gpt(seed=3), 2)
-        fresh.from_parallelized(tmp_path / "run")
-        for name, tensor in whole(fresh).items():
-            close(tensor, plain.state_dict()[name], f"{name} with {config}")
+        fresh = parallel(gpt(seed=3), 2).from_parallelized(tmp_path / "run")
+        all_close(whole(fresh), plain.state_dict(), "{} with other settings")
         if sizes == (2, 1):
             assert type(autopar.deparallelize(model).transformer.h[0]) is Block
     model = parallel(gpt())

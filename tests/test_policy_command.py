@@ -150,16 +150,13 @@ def test_every_head(folder: Path) -> None:
     assert shown.count("all checks pass") == len(heads) and "transformer.wte.weight" not in shown
 
 
-def test_bytes_are_those_of_the_configs_dtype(tmp_path: Path) -> None:
+def test_a_policy_of_the_user_and_the_dtype_of_the_config(tmp_path: Path, folder: Path) -> None:
     config = llama().config
     config.dtype = torch.bfloat16
     config.save_pretrained(tmp_path)
     report = of(run("check", tmp_path, "--json"))
     assert report["model"] == "LlamaForCausalLM"
     assert all(rank["bytes"] == 2 * rank["parameters"] for rank in report["ranks"])
-
-
-def test_a_policy_of_the_user(tmp_path: Path, folder: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(POLICY)
     report = of(run("check", file, "--model", folder, "--json"))
@@ -175,13 +172,6 @@ def test_mistakes_are_told_with_their_line(old: str, new: str, error: str, tmp_p
     result = fails("check", file, "--model", folder)
     assert error in result.stderr and re.search(r"mine\.yaml:\d+: ", result.stderr)
     assert "all checks pass" not in result.stdout
-
-
-def test_sizes_that_do_not_fit(folder: Path) -> None:
-    assert "Largest size that fits this model: 9." in fails("check", folder, "--tp", 10).stderr
-    result = fails("check", folder, "--pp", 4)
-    assert "Largest number of stages that fits this model: 3." in result.stderr
-    assert "dry run: ok" in result.stdout and "stages: fails" in result.stdout
 
 
 def test_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +251,11 @@ def test_experts_that_replicas_share(mixture: Path) -> None:
     assert [rank["tp"] for rank in whole["ranks"]] == [0, 1] and whole["expert_parallel_size"] == 2
 
 
-def test_expert_parallel_sizes_that_do_not_fit(mixture: Path, folder: Path) -> None:
+def test_sizes_that_do_not_fit(mixture: Path, folder: Path) -> None:
+    assert "Largest size that fits this model: 9." in fails("check", folder, "--tp", 10).stderr
+    result = fails("check", folder, "--pp", 4)
+    assert "Largest number of stages that fits this model: 3." in result.stderr
+    assert "dry run: ok" in result.stdout and "stages: fails" in result.stdout
     for command in ("check", "show"):
         said = fails(command, mixture, "--tp", 2, "--ep", 3).stderr
         assert "expert_parallel_size=3 must be 1 or a multiple of tensor_parallel_size=2" in said

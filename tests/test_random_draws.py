@@ -14,7 +14,7 @@ from autopar.tensor_parallel.apply import draw_seeds_alike
 from autopar.tools.verification.recording import recording_of
 from tests.exchange import everyones
 from tests.harness.worlds import pooled
-from tests.parity import close, whole
+from tests.parity import all_close, close, whole
 from tests.random_models import Case, batches, build
 from tests.small import gpt2, llama, parallel
 
@@ -45,15 +45,11 @@ def test_dropout_on_replicated_activations_is_equal_and_on_sharded_ones_differs(
 
 
 @pooled(world_size=2)
-def test_without_dropout_no_random_number_is_drawn():
+def test_random_streams_without_dropout_and_after_an_interrupted_forward():
     model = parallel(gpt2(), 2).train()
     before = torch.get_rng_state()
     model(IDS, labels=IDS).loss.backward()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pooled(world_size=2)
-def test_an_interrupted_forward_leaves_the_random_streams_alike():
+    assert torch.equal(torch.get_rng_state(), before), "no random number is drawn"
     model = parallel(gpt2(attn_pdrop=0.3), 2).train()
 
     def fail(*_):
@@ -108,8 +104,7 @@ def test_an_evaluation_between_forward_and_a_recomputing_backward_changes_no_mas
             model.train()
         loss.backward()
         gradients.append(whole(model, lambda parameter: parameter.grad))
-    for name, gradient in gradients[0].items():
-        close(gradients[1][name], gradient, name, 1e-6)
+    all_close(gradients[1], gradients[0], "{}", 1e-6)
 
 
 @pooled(world_size=2)

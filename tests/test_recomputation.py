@@ -3,13 +3,10 @@
 import collections
 import copy
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -20,6 +17,7 @@ from autopar.config import ParallelConfig
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.features.activation_checkpointing import setup as activation_checkpoint
 from autopar.features.activation_checkpointing.setup import Tape
+from benchmarks.traffic import record
 from tests.harness.worlds import pooled
 from tests.parity import all_close, language_batches, whole
 from tests.random_models import build, cases
@@ -34,26 +32,6 @@ KINDS: dict[str, list[str]] = {
 }
 
 
-@contextmanager
-def sent() -> Iterator[collections.Counter[str]]:
-    """Count the collectives that gloo gets."""
-    found = collections.Counter[str]()
-    names = ("all_reduce", "all_to_all_single", "all_gather_single", "reduce_scatter_single")
-    plain = {name: getattr(dist, name) for name in names}
-
-    def counted(name: str, *args: Any, **kwargs: Any) -> Any:
-        found[name] += 1
-        return plain[name](*args, **kwargs)
-
-    for name in names:
-        setattr(dist, name, functools.partial(counted, name))
-    try:
-        yield found
-    finally:
-        for name in names:
-            setattr(dist, name, plain[name])
-
-
 class Operators(TorchDispatchMode):
     """Count operators by name."""
 
@@ -66,14 +44,22 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradients(model: Any, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], collections.Counter[str]]:
-    """Gradients of two micro-batches on this rank, and what the last backward sent."""
-    for part in ids.chunk(2):
+def gradients(model: Any, *batches: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients of micro-batches on this rank, and the number of collectives of the last backward."""
+    for part in batches:
         torch.manual_seed(5)
-        loss = model(part, labels=part).loss
-        with sent() as found:
-            loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, found
+        found = record(model(input_ids=part, labels=part).loss.backward)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, len(found)
+
+
+def equal_whatever_is_kept(plain: Any, sizes: dict[str, Any], *batches: torch.Tensor) -> None:
+    """Assert that gradients are bit for bit those without anything kept."""
+    found = []
+    for kind in ("nothing", "all"):
+        model = autopar.initialize(copy.deepcopy(plain), {**sizes, "activation_checkpointing": {"save": KINDS[kind]}})
+        found.append(gradients(model, *batches)[0])
+        model.mpu.destroy()
+    all_close(found[1], found[0], "gradient of {}", 0.0)
 
 
 @pytest.mark.tier("test", only=("tp-gpt2",))
@@ -91,12 +77,11 @@ def test_gradients_are_those_without_recomputation(mesh: str, build: Any) -> Non
         model = autopar.initialize(copy.deepcopy(plain), config).train()
         if mesh != "shared memory":
             model.mpu.tp.transport = None  # what is sent is counted on its way to gloo
-        found, counts[kind] = gradients(model, IDS)
+        found, counts[kind] = gradients(model, *IDS.chunk(2))
         expected = expected or found
         for name, gradient in expected.items():
             assert torch.equal(found[name], gradient), (kind, name)
         model.mpu.destroy()
-    counts = {kind: sum(count.values()) for kind, count in counts.items()}
     if mesh == "shared memory":
         return
     assert counts["collectives"] == counts["all"] == counts[None] < counts["nothing"] == counts["attention"], counts
@@ -154,10 +139,6 @@ def test_three_steps_in_stages(schedule: str) -> None:
     trained("cpu", *ON_FOUR[schedule], moved=False)
 
 
-def _count(calls: collections.Counter[int], place: int, *_: Any) -> None:
-    calls[place] += 1
-
-
 @pooled(world_size=2)
 def test_each_so_many_th_block_is_recomputed() -> None:
     every = 2
@@ -167,7 +148,7 @@ def test_each_so_many_th_block_is_recomputed() -> None:
         model = autopar.initialize(copy.deepcopy(plain), {"tp": 2, "activation_checkpointing": section})
         calls = collections.Counter[int]()
         for place, layer in enumerate(model.model.layers):
-            layer.input_layernorm.register_forward_pre_hook(functools.partial(_count, calls, place))
+            layer.input_layernorm.register_forward_pre_hook(lambda *_, place=place, calls=calls: calls.update([place]))
         model(IDS, labels=IDS).loss.backward()
         again = range(0, 5, every) if "every" in section else ()
         assert calls == {place: 2 if place in again else 1 for place in range(5)}
@@ -187,8 +168,6 @@ def test_blocks_that_are_recomputed_all_or_none_are_refused() -> None:
     model.model.layers, model.model.gradient_checkpointing = layers, False
     with pytest.raises(ConfigError, match=r"every=2 is not supported with Whole: it recomputes all blocks or none"):
         activation_checkpoint.check(model, (), "a policy", 2)
-    with pytest.raises(ConfigError, match="every must be at least 1, not 0"):
-        autopar.ParallelConfig.parse({"activation_checkpointing": {"every": 0}})
 
 
 @pooled(world_size=2)
@@ -207,15 +186,7 @@ def test_rows_whose_layers_hand_states_on(model_type: str) -> None:
     head = cases(model_type)[0]
     plain = build(head, 6, 3, vocab=131).train()
     ids = torch.randint(2, 131, (2, 24), generator=torch.Generator().manual_seed(1))
-    expected: dict[str, torch.Tensor] = {}
-    for kind in ("nothing", "all"):
-        model = autopar.initialize(copy.deepcopy(plain), {"cp": 2, "activation_checkpointing": {"save": KINDS[kind]}})
-        for part in (ids, ids[:1, :17]):
-            model(input_ids=part, labels=part).loss.backward()
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        expected = expected or found
-        all_close(found, expected, "gradient of {}", 0.0)
-        model.mpu.destroy()
+    equal_whatever_is_kept(plain, {"cp": 2}, ids, ids[:1, :17])
 
 
 @pooled(world_size=2)
@@ -224,13 +195,7 @@ def test_a_block_that_writes_into_what_is_kept() -> None:
     for layer in plain.model.layers:
         layer.mlp.act_fn = torch.nn.SiLU(inplace=True)  # on the output of a product
         layer.mlp.down_proj.register_forward_hook(lambda module, args, output: output.mul_(2.0))
-    expected: dict[str, torch.Tensor] = {}
-    for kind in ("nothing", "all"):
-        model = autopar.initialize(copy.deepcopy(plain), {"tp": 2, "activation_checkpointing": {"save": KINDS[kind]}})
-        found, _ = gradients(model, IDS)
-        expected = expected or found
-        all_close(found, expected, "gradient of {}", 0.0)
-        model.mpu.destroy()
+    equal_whatever_is_kept(plain, {"tp": 2}, *IDS.chunk(2))
 
 
 def test_a_tape_is_the_forward_or_an_error() -> None:
@@ -259,19 +224,17 @@ def test_a_model_without_blocks_to_recompute_is_refused_before_it_is_touched() -
 
 
 def test_words_that_are_not_known() -> None:
-    for section, error in {
-        "{save: [attention, matmul]}": r"save lists 'matmul'. Did you mean 'matmuls'\? Known: attention, collectives",
-        "{save: 3}": "activation_checkpointing.save must be a list, not",
-    }.items():
-        import yaml
-
+    for section, error in (
+        ({"save": ["attention", "matmul"]}, r"save lists 'matmul'. Did you mean 'matmuls'\? Known: attention, collec"),
+        ({"save": 3}, "activation_checkpointing.save must be a list, not"),
+        ({"every": 0}, "every must be at least 1, not 0"),
+    ):
         with pytest.raises(ConfigError, match=error):
-            ParallelConfig.parse({"activation_checkpointing": yaml.safe_load(section)})
+            ParallelConfig.parse({"activation_checkpointing": section})
     with pytest.raises(ConfigError, match=r"save=\['attention'\] is not supported with compile"):
         ParallelConfig.parse({"activation_checkpointing": {"save": ["attention"]}, "compile": {"enable": True}})
 
 
-_BUILD = {"llama": llama, "gpt2": gpt2}
 _SAVED = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -286,10 +249,10 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 @pytest.mark.tier("test", only=("llama-plain",))
 @pytest.mark.parametrize("how", ["plain", "sequence_parallel", "process_group"])
-@pytest.mark.parametrize("kind", list(_BUILD))
+@pytest.mark.parametrize("build", [llama, gpt2])
 @pooled(world_size=2)
-def test_gradients_with_a_selective_policy_are_those_of_the_plain_model(kind: str, how: str) -> None:
-    plain, batches = _BUILD[kind](), language_batches(131)
+def test_gradients_with_a_selective_policy_are_those_of_the_plain_model(build: Any, how: str) -> None:
+    plain, batches = build(), language_batches(131)
     sizes: dict[str, Any] = {"tensor_parallel_size": 2, "sequence_parallel": how == "sequence_parallel"}
     model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
     if how == "process_group":  # whose all-reduce overlaps with the gradient of a weight

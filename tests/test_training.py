@@ -51,6 +51,20 @@ def test_optimizers_made_after_and_param_groups_of_the_users_own():
         same_weights(model, plain, 2e-5)
 
 
+def same_step(plain, engine, mpu, whole, mine, optimizers, step: str, limit: float = 0.0) -> None:
+    """Compare a step on ``mine`` with a step of one process on the batch of all replicas: the loss, and the norm."""
+    expected, loss = plain(whole, labels=whole).loss, engine(mine, labels=mine).loss
+    loss.backward(), expected.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean, group=mpu.get_data_parallel_group())
+    close(mean / 2, expected.detach(), f"loss of {step}")
+    if limit:
+        ours = autopar.clip_grad_norm_(engine, limit)
+        close(ours, torch.nn.utils.clip_grad_norm_(plain.parameters(), limit), f"norm of {step}", 2e-5)
+    for optimizer in optimizers:
+        optimizer.step(), optimizer.zero_grad()
+
+
 @pooled(world_size=4)
 def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_whole_batch():
     for build in (gpt2, llama):
@@ -69,18 +83,8 @@ def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_who
             for (batch,) in loader:
                 # replica d has samples d, d + 2, ...: together rows 4 * i ... 4 * i + 3
                 whole_batch = ids[4 * (step % 10) : 4 * (step % 10) + 4]
-                expected = plain(whole_batch, labels=whole_batch).loss
-                loss = engine(batch, labels=batch).loss
-                loss.backward()
-                expected.backward()
-                mean = loss.detach().clone()
-                dist.all_reduce(mean, group=model.mpu.get_data_parallel_group())
-                close(mean / 2, expected.detach(), f"loss of step {step}")
-                ours = autopar.clip_grad_norm_(engine, 1.0)
-                close(ours, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0), f"norm of step {step}", 2e-5)
-                for o in (optimizer, reference):
-                    o.step()
-                    o.zero_grad()
+                given = (whole_batch, batch, (optimizer, reference))
+                same_step(plain, engine, model.mpu, *given, f"step {step}", 1.0)
                 step += 1
         assert step == 20
 
@@ -144,13 +148,4 @@ def test_zero_redundancy_and_fsdp2_compose_over_the_data_parallel_axis():
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
         mine = ids[mpu.get_data_parallel_rank() :: 2]
         for step in range(3):
-            expected = plain(ids, labels=ids).loss
-            loss = engine(mine, labels=mine).loss
-            mean = loss.detach().clone()
-            dist.all_reduce(mean, group=mpu.get_data_parallel_group())
-            close(mean / 2, expected.detach(), f"{kind}: loss of step {step}")
-            loss.backward()
-            expected.backward()
-            for o in (optimizer, reference):
-                o.step()
-                o.zero_grad()
+            same_step(plain, engine, mpu, ids, mine, (optimizer, reference), f"step {step} with {kind}")

@@ -138,8 +138,10 @@ def test_the_cause_of_an_error_is_one_line(tmp_path: Path) -> None:
         assert _printed(error)[-2:] == ["autopar.errors.ConfigError: layers do not fit", "  Caused by KeyError: 'h.11'"]
 
 
-def test_torchrun_shows_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "error.json"
+def test_torchrun_shows_the_sentence_and_the_line_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, library = tmp_path / "error.json", "/env/site-packages/library.py"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     for error, text in (
         (_refused({"tp": 0}), "ConfigError: tp must be at least 1, not 0"),
@@ -152,13 +154,7 @@ def test_torchrun_shows_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept = file.read_text()
     _printed(_refused({"tp": 0}))
     assert file.read_text() == kept  # as the script's own @record has written it
-
-
-def test_torchrun_shows_the_line_of_the_script_and_not_of_a_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, library = tmp_path / "error.json", "/env/site-packages/library.py"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    file.unlink()
     names: dict[str, Any] = {"refused": autopar.initialize, "model": gpt2()}
     exec(compile("def call(): refused(model, {'tp': 0})", library, "exec"), names)
     with pytest.raises(ConfigError) as info:

@@ -10,10 +10,6 @@ from benchmarks.verified_policies import row_of, verdict
 pytestmark = pytest.mark.tier("sweep")
 
 
-def _report(*rows: Row) -> VerificationReport:
-    return VerificationReport("M", 1, "policy m", {"tp": 2}, "float32", "cpu", rows)
-
-
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
@@ -29,7 +25,8 @@ def _report(*rows: Row) -> VerificationReport:
     ],
 )
 def test_verdicts(rows: list[Row], expected: str) -> None:
-    assert verdict(_report(*rows))[0] == expected
+    report = VerificationReport("M", 1, "policy m", {"tp": 2}, "float32", "cpu", tuple(rows))
+    assert verdict(report)[0] == expected
 
 
 def test_a_type_is_verified_on_ranks_that_stay_up(tmp_path: Path) -> None:

@@ -51,13 +51,9 @@ def test_the_derived_policy_shards_as_the_one_by_hand(kind: str) -> None:
     assert derived == by_hand
 
 
-def odd() -> Any:
-    torch.manual_seed(0)
-    return randomise(OddForCausalLM(OddConfig(initializer_range=0.2)))
-
-
 def test_a_structure_that_nobody_stored_before() -> None:
-    model = odd()
+    torch.manual_seed(0)
+    model: Any = randomise(OddForCausalLM(OddConfig(initializer_range=0.2)))
     tree = derive(model).tree
     modules = tree["blocks"]["modules"]
     unit = next(name for name, count in tree["units"].items() if count == "voices")

@@ -14,6 +14,7 @@ from autopar.cli import app
 from autopar.errors import ConfigError
 from autopar.policy.load import read_user_policy
 from autopar.tools.verification import verify
+from tests.derivation.odd_model import OddConfig, OddForCausalLM
 from tests.harness.worlds import pooled
 
 ODD = Path(__file__).with_name("odd_model.py")
@@ -88,8 +89,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("remote") / "odd_remote"
     path.mkdir()
     (path / "odd_model.py").write_text(ODD.read_text())
-    from tests.derivation.odd_model import OddConfig, OddForCausalLM
-
     torch.manual_seed(0)
     OddForCausalLM(OddConfig()).save_pretrained(path)
     content = json.loads((path / "config.json").read_text())
@@ -137,8 +136,6 @@ def test_a_policy_in_the_configuration() -> None:
     assert autopar.ParallelConfig.parse({"policy": None}).policy == ""
     with pytest.raises(ConfigError, match="policy must be 'derive' or the path of a policy, not 2"):
         autopar.ParallelConfig.parse({"policy": 2})
-    from tests.derivation.odd_model import OddConfig, OddForCausalLM
-
     with pytest.raises(autopar.PolicyError, match=r"policy file 'nowhere.yaml' does not exist"):
         autopar.initialize(OddForCausalLM(OddConfig()), {"policy": "nowhere.yaml"})
     planned = autopar.plan_memory(OddForCausalLM(OddConfig()), {"tp": 2, "policy": "derive"}, sequence=8, device="cpu")

@@ -202,13 +202,9 @@ def test_each_attempt_gets_its_own_name(late: int | None) -> None:
     assert name not in seen
 
 
-def test_one_rank_waits_for_nobody() -> None:
+def test_one_rank_waits_for_nobody_and_a_rank_that_does_not_come_is_an_error() -> None:
     store = HashStore()
     assert name_of_attempt(store, 0, 1) != name_of_attempt(store, 0, 1)
-
-
-def test_a_rank_that_does_not_come_is_an_error() -> None:
-    store = HashStore()
     store.set_timeout(timedelta(seconds=20))
     agreed(store, [0, 1])
     store.set_timeout(timedelta(seconds=0.2))
@@ -217,7 +213,7 @@ def test_a_rank_that_does_not_come_is_an_error() -> None:
 
 
 @pooled(world_size=2)
-def test_all_ranks_stop_after_the_same_step() -> None:
+def test_all_ranks_stop_after_the_same_step_and_a_second_signal_does_what_it_did_before() -> None:
     mpu, before = MPU(tensor_parallel_size=2), signal.getsignal(signal.SIGTERM)
     with StopSignal(mpu, signal.SIGTERM, signal.SIGUSR1) as stop:
         steps = 0
@@ -230,11 +226,7 @@ def test_all_ranks_stop_after_the_same_step() -> None:
         assert steps == 3
         assert stop.requested()  # it stays so
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pooled(world_size=2)
-def test_a_second_signal_does_what_it_did_before() -> None:
-    mpu, got = MPU(tensor_parallel_size=2), list[int]()
+    got = list[int]()
     before = signal.signal(signal.SIGUSR2, lambda number, _: got.append(number))
     try:
         with StopSignal(mpu, signal.SIGUSR2) as stop:

@@ -20,12 +20,8 @@ from tests.parity import all_close, close, language_batches, whole
 from tests.small import gpt2
 
 
-def _config(cp: int, tp: int = 1, pp: int = 1, **sections: object) -> dict[str, object]:
-    return {"tp": tp, "cp": cp, "pp": pp, **sections}
-
-
-def _model(cp: int, tp: int = 1, **sections: object) -> torch.nn.Module:
-    return autopar.initialize(gpt2(), _config(cp, tp, **sections)).train()
+def _model(cp: int, tp: int = 1) -> torch.nn.Module:
+    return autopar.initialize(gpt2(), {"tp": tp, "cp": cp}).train()
 
 
 @contextlib.contextmanager
@@ -175,7 +171,7 @@ def test_inputs_states_and_weights_are_compared_over_context() -> None:
 def test_dropout_draws_alike_on_context_ranks() -> None:
     model = gpt2(resid_pdrop=0.3)
     torch.manual_seed(dist.get_rank())
-    model = autopar.initialize(model, _config(2)).train()
+    model = autopar.initialize(model, {"cp": 2}).train()
     (batch,) = language_batches(131, count=1)
     losses = [model(**batch).loss.item() for _ in range(2)]
     everyone = everyones(losses)

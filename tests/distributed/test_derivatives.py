@@ -20,7 +20,7 @@ from autopar.errors import ConfigError
 from autopar.tensor_parallel import regions
 from tests.exchange import raises_everywhere
 from tests.harness.worlds import pooled
-from tests.parity import close, language_batches
+from tests.parity import all_close, close, language_batches
 from tests.small import gpt2, llama, parallel
 from tests.three_steps import mixtral
 
@@ -53,10 +53,6 @@ def test_every_autograd_function_has_a_second_backward_or_refuses_and_hands_on_t
         kinds = [kind for kind in ("@single_backward", "@any_order(") if kind in backward]
         assert kinds == ([] if name in _LOCAL else ["@single_backward" if refuses else "@any_order("]), name
         assert ("keep_none(ctx)" in forward) == (name not in _LOCAL | states), name
-
-
-def _sizes(**sizes: Any) -> dict[str, Any]:
-    return {"model_parallelism": sizes}
 
 
 def _of_whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -137,7 +133,7 @@ def test_third_derivatives_over_uneven_shards() -> None:
 @pooled(world_size=2)
 def test_an_inner_step_is_differentiated() -> None:
     plain, (support, query) = llama(attn_implementation="eager"), language_batches(131)
-    model = autopar.initialize(copy.deepcopy(plain), _sizes(tensor_parallel_size=2))
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
     results = []
     for each in (plain, model):
         named = dict(each.named_parameters())
@@ -145,8 +141,7 @@ def test_an_inner_step_is_differentiated() -> None:
         moved = {name: p - 0.5 * g for (name, p), g in zip(named.items(), inner, strict=True)}
         torch.func.functional_call(each, moved, kwargs=query).loss.backward()
         results.append({name: _of_whole(each, name, p.grad) for name, p in named.items() if p.grad is not None})
-    for name, gradient in results[0].items():
-        close(results[1][name], gradient, name)
+    all_close(results[1], results[0], "{}")
 
 
 @pooled(world_size=2)
@@ -160,8 +155,7 @@ def test_transforms_go_through_replicas_of_the_whole_model() -> None:
             return torch.func.functional_call(each, weights, kwargs={**batch, "use_cache": False}).loss
 
         found.append(torch.func.grad(loss)({name: x.detach() for name, x in each.named_parameters()}))
-    for name, gradient in found[0].items():
-        close(found[1][name], gradient, name)
+    all_close(found[1], found[0], "{}")
 
 
 @pytest.mark.tier("test")
@@ -169,7 +163,7 @@ def test_transforms_go_through_replicas_of_the_whole_model() -> None:
 def test_parameters_that_a_loss_does_not_use_have_no_gradient_under_ddp() -> None:
     """With ``find_unused_parameters`` DDP hands gradients that are undefined to every output of its forward."""
     plain, (batch, _) = llama(), language_batches(131)
-    model = autopar.initialize(copy.deepcopy(plain), _sizes(tensor_parallel_size=2))
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
     alone = model.mpu.get_data_parallel_group()
     wrapped = DistributedDataParallel(model, process_group=alone, find_unused_parameters=True)
     for each in (plain, wrapped):

@@ -103,15 +103,11 @@ def test_peft(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_experts(tmp_path: Path) -> None:
+def test_experts_and_long_sequences(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, vocab_size=131, num_local_experts=4, **sizes))
     names = run(DOCS / "experts.md", tmp_path, model=model)
     assert names["model"].mpu.ep.size == 2 and names["model"].model.layers[0].mlp.experts.num_experts == 2
-
-
-@distributed(world_size=2)
-def test_long_sequences(tmp_path: Path) -> None:
     names = run(DOCS / "long-sequences.md", tmp_path)
     plain = gpt2().train()
     loss = plain(input_ids=names["ids"], labels=names["ids"]).loss
@@ -121,16 +117,13 @@ def test_long_sequences(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_nan(tmp_path: Path) -> None:
+def test_nan_planner_and_verify(tmp_path: Path) -> None:
+    assert run(DOCS / "verify.md", tmp_path)["report"].ok
     names = run(DOCS / "nan.md", tmp_path)
     assert names["first_nonfinite"](names["model"], names["batch"]) is None and names["norm"] > 0
     if dist.get_rank() == 0:
         names["model"].transformer.h[1].mlp.c_proj.weight.data[0, 0] = torch.nan
     assert names["first_nonfinite"](names["model"], names["batch"]) == "transformer.h.1.mlp.c_proj"
-
-
-@distributed(world_size=2)
-def test_planner(tmp_path: Path) -> None:
     names = run(DOCS / "planner.md", tmp_path)
     held = names["plan"].ranks[0, 0, names["model"].mpu.tp.rank]
     assert held.weights == sum(parameter.nbytes for parameter in names["model"].parameters())
@@ -141,11 +134,6 @@ def test_planner(tmp_path: Path) -> None:
 def test_rehearsal() -> None:
     for code in blocks(DOCS / "rehearsal.md"):
         exec(compile(code, "rehearsal.md", "exec"), {})
-
-
-@distributed(world_size=2)
-def test_verify(tmp_path: Path) -> None:
-    assert run(DOCS / "verify.md", tmp_path)["report"].ok
 
 
 def _average(code: str, page: str) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
-from tests.parity import close
+from tests.parity import all_close
 from tests.small import llama
 
 LENGTH = 12
@@ -157,6 +157,4 @@ def assert_same(mine: dict[str, Any], expected: dict[str, Any], tolerance: float
 
 def assert_same_weights(model: Any, folder: Path, name: str, tolerance: float = 1e-5) -> None:
     """Compare the whole weights of a plain model with those of the run ``name``."""
-    expected = torch.load(folder / f"{name}.pt", weights_only=True)
-    for key, tensor in model.state_dict().items():
-        close(tensor, expected[key], key, tolerance)
+    all_close(model.state_dict(), torch.load(folder / f"{name}.pt", weights_only=True), "{}", tolerance)

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,7 +267,8 @@ def test_the_recipe_is_the_plain_loop() -> None:
                 optimizer.zero_grad()
         reference = torch.optim.SGD(plain.parameters(), lr=0.1)
         halving = torch.optim.lr_scheduler.StepLR(reference, 1, 0.5)
-        batches = [[*autopar.prepare_dataloader(Sequences(), 2, mpu=Place(rank))] for rank in range(2)]
+        places = [SimpleNamespace(is_master=False, dp=SimpleNamespace(rank=rank, size=2)) for rank in range(2)]
+        batches = [[*autopar.prepare_dataloader(Sequences(), 2, mpu=place)] for place in places]
         for step in range(2):
             for number in (2 * step, 2 * step + 1):
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -281,12 +283,3 @@ def test_the_recipe_is_the_plain_loop() -> None:
         assert scheduler.get_last_lr() == halving.get_last_lr() == [0.025]
         same_weights(model, plain, tolerance, precision)
         model.mpu.destroy()
-
-
-class Place:
-    """An mpu as far as a loader asks it: replica ``rank`` of two."""
-
-    is_master = False
-
-    def __init__(self, rank: int) -> None:
-        self.dp = type("Axis", (), {"rank": rank, "size": 2})

@@ -14,15 +14,14 @@ from tests.fetched_packages import with_package
 from tests.harness.tiers import mainly
 from tests.integrations import trl_runs
 from tests.integrations.runs import launched
-from tests.integrations.trl_runs import compare, config, data, even_words, history, save_model, trainer_of
+from tests.integrations.trl_runs import compare, config, data, even_words, history, lora, save_model, trainer_of
 
 pytest.importorskip("accelerate")
 
 
-def lora() -> Any:
-    peft = pytest.importorskip("peft")
+def adapted() -> dict[str, Any]:
     targets = ["q_proj", "o_proj", "down_proj"]
-    return peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    return {"beta": 0.1, "peft_config": lora(target_modules=targets, init_lora_weights=False)}
 
 
 def judged() -> dict[str, Any]:
@@ -34,7 +33,7 @@ def judged() -> dict[str, Any]:
 CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "grpo": ("GRPO", {}, {}),
     "reference": ("GRPO", {}, {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2, "steps_per_generation": 4}),
-    "adapters": ("GRPO", {}, lambda: {"beta": 0.1, "peft_config": lora()}),
+    "adapters": ("GRPO", {}, adapted),
     "rloo": ("RLOO", {}, {"beta": 0.05}),
     "judge": ("GRPO", {}, judged),
     "following": ("GRPO", {}, {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}),

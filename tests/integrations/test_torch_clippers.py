@@ -163,10 +163,6 @@ def test_what_cannot_be_right_is_refused() -> None:
     scaler.scale(torch.ones(()))
     with pytest.raises(ConfigError, match=r"GradScaler is not supported with(.|\n)*autopar\.GradScaler\(mpu\)"):
         scaler.step(torch.optim.SGD(layer.parameters(), lr=0.1))
-
-
-@pooled(world_size=2)
-def test_clipping_of_scaled_gradients_is_refused() -> None:
     model = gpt2()
     config = {"model_parallelism": {"tensor_parallel_size": 2}, "precision": {"dtype": "fp16"}}
     model, optimizer = autopar.initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

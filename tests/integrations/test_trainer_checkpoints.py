@@ -153,9 +153,6 @@ def test_the_model_alone(tmp_path):
             trainer.train(resume_from_checkpoint=str(best))
 
 
-pytest.importorskip("accelerate")
-
-
 class SetFlags(TrainerCallback):
     """Set flags in an event of the third step, on rank 1 or on all ranks; note the steps that evaluate and save."""
 
@@ -201,14 +198,9 @@ def test_flags_of_one_rank(tmp_path):
             )
         assert alone[:2] == together[:2] and alone[0] == steps, (event, flags, alone[:2], together[:2])
         assert all(bool((alone[2][name] == weight).all()) for name, weight in together[2].items()), (event, flags)
-
-
-@pooled(world_size=2)
-def test_a_stop_after_an_evaluation_on_one_rank(tmp_path):
     with launched():
         trainer = trainer_of(tmp_path, 1, logging_strategy="no", eval_strategy="steps", eval_steps=2)
-        callback = SetFlags("on_evaluate", ["should_training_stop"], everywhere=False)
-        trainer.add_callback(callback)
+        trainer.add_callback(SetFlags("on_evaluate", ["should_training_stop"], everywhere=False))
         trainer.train()
         assert trainer.state.global_step == 2
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import Trainer, Wav2Vec2Config, Wav2Vec2ForCTC
+from transformers import Trainer
 
 import autopar
 from autopar.errors import ShardWarning
@@ -30,14 +30,8 @@ def t5() -> Any:
 
 
 def wav2vec2() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 36, "num_hidden_layers": 2}
-    sound = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,), "num_feat_extract_layers": 1}
-    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-    rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
-    off = dict.fromkeys((*rates, "layerdrop", "mask_time_prob"), 0.0)
-    config = Wav2Vec2Config(vocab_size=131, ctc_loss_reduction="sum", **sizes, **sound, **positions, **off)
-    return Wav2Vec2ForCTC(config)
+    changes = {"ctc_loss_reduction": "sum", "mask_time_prob": 0.0, "mask_feature_prob": 0.0}
+    return small("wav2vec2", "Wav2Vec2ForCTC", **changes)
 
 
 def classes(rows: Any) -> dict[str, torch.Tensor]:

@@ -1,7 +1,5 @@
 """Trainers of TRL that learn from a data set, with a parallelized model, against themselves on one process."""
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
@@ -10,16 +8,10 @@ from autopar.errors import ConfigError
 from tests.exchange import raises_everywhere
 from tests.fetched_packages import with_package
 from tests.integrations.runs import launched
-from tests.integrations.trl_runs import compare, config, judge, save_model, trainer_of
+from tests.integrations.trl_runs import compare, config, judge, lora, save_model, trainer_of
 from tests.small import llama
 
 pytest.importorskip("accelerate")
-
-
-def lora(**changes: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    settings = {"r": 4, "target_modules": ["q_proj", "o_proj"], "modules_to_save": ["lm_head"], **changes}
-    return peft.LoraConfig(task_type="CAUSAL_LM", **settings)
 
 
 def run(folder, name, kind, parallel=None, **changes):
@@ -35,8 +27,8 @@ def all_of_them(folder, tp):
         run(folder, "following", "DPO", parallel, sync_ref_model=True, ref_model_sync_steps=2)
         run(folder, "KTO", "KTO", parallel)
         run(folder, "Reward", "Reward", parallel, model=judge())
-        run(folder, "SFT-adapters", "SFT", parallel, peft_config=lora())
-        run(folder, "DPO-adapters", "DPO", parallel, peft_config=lora())
+        run(folder, "SFT-adapters", "SFT", parallel, peft_config=lora(modules_to_save=["lm_head"]))
+        run(folder, "DPO-adapters", "DPO", parallel, peft_config=lora(modules_to_save=["lm_head"]))
 
 
 @with_package("trl", world_size=1)
@@ -55,7 +47,7 @@ def on_four_ranks(folder):
     with launched():
         run(folder, "SFT", "SFT", config(2))
         run(folder, "DPO", "DPO", config(2), ref_model=llama(1))
-        run(folder, "DPO-adapters", "DPO", config(2), peft_config=lora())
+        run(folder, "DPO-adapters", "DPO", config(2), peft_config=lora(modules_to_save=["lm_head"]))
         stages = {"model_parallelism": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
         with raises_everywhere(ConfigError, "ParallelSFTTrainer.compute_loss with pipeline_parallel_size=2"):
             run(folder, "SFT", "SFT", stages)
@@ -78,7 +70,7 @@ def on_quantized_bases(folder, parallel=None):
             for module in model.modules():
                 if hasattr(module, "support_avx512bf16_for_cpu"):
                     module.support_avx512bf16_for_cpu = False  # or an evaluation computes in bf16
-            adapters = lora(modules_to_save=None, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+            adapters = lora(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
             trainer = trainer_of(kind, folder, parallel, model=model, peft_config=adapters, **changes)
             for parameter in trainer.model.parameters():
                 if parameter.requires_grad:

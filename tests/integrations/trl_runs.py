@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -89,6 +90,11 @@ def judge() -> LlamaForSequenceClassification:
     sizes = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 37}
     more = {"num_hidden_layers": 1, "num_labels": 1, "pad_token_id": 0, "initializer_range": 0.3}
     return LlamaForSequenceClassification(LlamaConfig(vocab_size=131, **sizes, **more))
+
+
+def lora(**changes: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "o_proj"], "task_type": "CAUSAL_LM", **changes})
 
 
 def save_model(folder: Path, **changes: Any) -> None:

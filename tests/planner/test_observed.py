@@ -4,12 +4,12 @@ import copy
 import itertools
 import logging
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
@@ -21,6 +21,7 @@ from tests.harness.worlds import pooled
 from tests.scripts import python
 from tests.small import gpt2, llama, parallel
 
+DEVICES = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text())
 IDS = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
@@ -94,33 +95,10 @@ def test_summary_says_what_this_rank_holds() -> None:
         autopar.metrics(llama(), {"input_ids": IDS}, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA L40", None),  # not an L4
-        ("NVIDIA A10G", None),  # half the speed of an A10
-        ("Tesla T4", "t4"),
-        ("NVIDIA H100 PCIe", "h100pcie"),
-    ],
-)
+@pytest.mark.parametrize(("device", "name"), DEVICES.items())
 def test_a_gpu_is_known_by_the_name_of_its_device(device: str, name: str | None) -> None:
     found = gpu_of(device)
     assert (found and found.name) == name
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: Any) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}")
 
 
 def test_context_parallelism_is_named_where_there_is_some() -> None:
@@ -130,8 +108,9 @@ def test_context_parallelism_is_named_where_there_is_some() -> None:
 
 @pooled(world_size=2)
 def test_one_line_on_rank_0() -> None:
-    lines, log = Lines(), logging.getLogger("autopar")
-    log.addHandler(lines)
+    lines, handler, log = list[str](), logging.Handler(), logging.getLogger("autopar")
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
     plain = gpt2()
     model = parallel(gpt2(), 2)
@@ -140,7 +119,7 @@ def test_one_line_on_rank_0() -> None:
         f"INFO GPT2LMHeadModel by gpt2.yaml:2: tp 2 x pp 1 x dp 1 on cpu; {plain.num_parameters():,} parameters, this "
         f"rank holds {held:,} ({4 * held / 1e6:,.1f} MB)"
     )
-    assert lines.lines == ([line] if dist.get_rank() == 0 else [])
+    assert lines == ([line] if dist.get_rank() == 0 else [])
     assert model.num_parameters() == plain.num_parameters() > held  # the whole model's
     assert model.get_memory_footprint(return_buffers=False) == 4 * held  # this rank's
     assert "full model" in model.num_parameters.__doc__

@@ -6,12 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import (
-    AlbertForMaskedLM,
-    BertForMaskedLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AlbertForMaskedLM, BertForMaskedLM, MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar.pipeline_parallel.engine import Engine

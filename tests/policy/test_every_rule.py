@@ -7,9 +7,11 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import PreTrainedModel
 
 import autopar.dry_run.plan_model
@@ -32,29 +34,8 @@ POLICIES = list(own_policies())
 SECTIONS = ("prefix", "every_stage", "blocks", "suffix")
 ATTRIBUTES = ("block_attributes", "attributes", "block_inputs", "inputs")
 
-# Rules for branches that no small model takes: policy -> beginnings of paths, and why.
-UNTESTED: dict[str, tuple[tuple[str, ...], str]] = {
-    "bros": (("crossattention",), "transformers' own cannot be built with it"),
-    "canine": (("char_embeddings.HashBucketCodepointEmbedder_",), "more hash functions than the small model has"),
-    "evolla": (("adapter",), "kinds of sequences that the adapter may lack"),
-    "flava": (("mlm_head", "mmm_text_head", "mim_head", "mmm_image_head", "itm_head"), "pretraining is refused"),
-    "ibert": (
-        (
-            "attention.self.query_",
-            "attention.self.key_",
-            "attention.self.value_",
-            "attention.self.output_",
-            "intermediate.output_activation",
-            "pre_output_act",
-        ),
-        "they keep the range that a model of integers uses, and change no number before that",
-    ),
-    "idefics": (("0.", "self_attn."), "norms of queries and keys, which break transformers' own"),
-    "imagegpt": (("crossattention",), "transformers' own cannot be called with it"),
-    "longt5": (("layer.*.EncDecAttention?.relative_attention_bias",), "no model of the family has one there"),
-    "mllama_causal": (("cross_attn",), "its layers with images come inside Mllama only"),
-    "mvp": (("self_attn.attn_prompt", "encoder_attn?.attn_prompt"), "prompts of other numbers of heads are all alike"),
-}
+# Rules for branches that no small model takes
+UNTESTED = yaml.safe_load(Path(__file__).with_name("untested_rules.yaml").read_text())
 
 
 def _policy(name: str) -> Policy:
@@ -113,11 +94,11 @@ def _cases(policy: Policy) -> list[Case]:
 @pytest.mark.ranks_if_needed
 @pytest.mark.parametrize("name", first_policies((), [name for name in POLICIES if _stands_alone(name)], later="sweep"))
 def test_a_policy_without_one_of_its_rules_fails(name: str) -> None:
-    untested, _ = UNTESTED.get(name, ((), ""))
+    untested = tuple(UNTESTED[name]["paths"]) if name in UNTESTED else ("-",)
     wanted = [
         (path, where)
         for path, where, _ in _weakened(_policy(name))
-        if _users()[where][0] == name and not path.startswith(untested or ("-",))
+        if _users()[where][0] == name and not path.startswith(untested)
     ]
     left = {key: (name, case) for key, case in _unnoticed(name, set(wanted)).items()}
     for key in list(left):  # a line of a fragment may be for another of its users

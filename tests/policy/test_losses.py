@@ -131,15 +131,12 @@ class Squares(LlamaForCausalLM):
         return outputs
 
 
-def test_a_class_of_ones_own_is_measured() -> None:
+def test_a_class_of_ones_own_is_measured_and_stays_as_it_was() -> None:
     config = llama().config
     kinds = {Unshifted: "mean", HandsOn: "loss_function", Squares: "other"}
     assert {kind: losses_of(kind(config)) for kind in kinds} == {kind: {kind.__name__: kinds[kind]} for kind in kinds}
     assert losses_of(llama()) == losses_of(Passes(config)) == {}
-
-
-def test_measuring_leaves_the_model_and_the_random_state_as_they_were() -> None:
-    model, own, before = gpt2().train(), Unshifted(llama().config), torch.get_rng_state()
+    model, own, before = gpt2().train(), Unshifted(config), torch.get_rng_state()
     assert measured_kind(model) == "loss_function" and model.training
     assert losses_of(own) == {"Unshifted": "mean"}
     assert torch.equal(before, torch.get_rng_state())
@@ -160,17 +157,11 @@ def test_what_policies_say_is_measured_too(model_type: str, head: str, kind: str
     assert measured_kind(model) == loss_kind(model) == kind
 
 
-def test_a_policy_of_ones_own_keeps_what_autopar_knows_of_the_class() -> None:
+def test_the_loss_of_a_class_that_the_policy_does_not_name() -> None:
     bare = read_user_policy({"match": {"model_type": "gpt2"}, "units": {}, "blocks": {"path": "h", "modules": {}}})
     assert loss_kind(gpt2(), bare) == "loss_function"
-
-
-def test_a_class_of_the_users_with_a_known_name_is_not_that_class() -> None:
     own = type("GPT2LMHeadModel", (GPT2LMHeadModel,), {"forward": lambda self, **inputs: None, "__module__": "mine"})
     assert loss_kind(own(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))) is None
-
-
-def test_a_type_that_no_policy_lists_has_the_usual_loss_of_its_name() -> None:
     model = llama()
     model.config.model_type = "not-listed"
     assert loss_kind(model) == "loss_function"

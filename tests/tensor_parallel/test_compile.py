@@ -1,6 +1,7 @@
 """torch.compile of a parallelized model, whole or block by block: as many graphs and breaks as the plain one's."""
 
 import copy
+import functools
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +21,21 @@ from tests.harness.tiers import mainly
 from tests.harness.worlds import pooled
 from tests.parity import check, close, language_batches, reseed
 from tests.small import gpt2, llama, parallel
+from tests.three_steps import case, trained
 
 BUILD: dict[str, Callable[..., Any]] = {"llama": llama, "gpt2": gpt2}
-BLOCKS = {"backend": "aot_eager", "fullgraph": True}
+BLOCKS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
-def compiled(model: Any, backend: str = "eager", **options: Any) -> Any:
+def forget() -> None:
+    """Forget the graphs that were compiled, and their numbers."""
     torch._dynamo.reset()
     counters.clear()
+
+
+def compiled(model: Any, backend: str = "eager", **options: Any) -> Any:
+    forget()
     return torch.compile(model, backend=backend, **options)
 
 
@@ -46,8 +53,7 @@ def graphs() -> tuple[int, int]:
 @pooled(world_size=2)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_compiled_blocks(kind: str) -> None:
-    torch._dynamo.reset()
-    counters.clear()
+    forget()
     check(BUILD[kind], language_batches(131), 2, config={"compile": BLOCKS})
     assert graphs()[0] in (1, 2)  # equal blocks share theirs
 
@@ -81,14 +87,10 @@ def test_a_whole_graph_however_it_is_compiled(where: str) -> None:
     (batch,) = language_batches(131, count=1)
     plain = llama()
     model = parallel(copy.deepcopy(plain), 2)
-    torch._dynamo.reset()
-    counters.clear()
+    run = compiled(called_by_a_function(model) if where == "function" else model, **BLOCKS)
     if where == "method":
-        model.compile(backend="aot_eager", fullgraph=True)
+        model.compile(**BLOCKS)
         run = model
-    else:
-        called = model if where == "module" else called_by_a_function(model)
-        run = torch.compile(called, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         run(**batch).loss.backward()
         plain(**batch).loss.backward()
@@ -185,8 +187,7 @@ def test_decoding_with_a_static_cache_in_one_graph() -> None:
     model = parallel(copy.deepcopy(plain), 2).eval()
     ids, found = torch.arange(5)[None], []
     for each in (plain, model):
-        torch._dynamo.reset()
-        counters.clear()
+        forget()
         how = CompileConfig(backend="aot_eager", mode=None, dynamic=None)
         how._compile_all_devices = True
         settings = {"max_new_tokens": 6, "do_sample": False}
@@ -200,41 +201,17 @@ def test_decoding_with_a_static_cache_in_one_graph() -> None:
 @pooled(world_size=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_compiled_blocks_in_stages(schedule: str) -> None:
-    plain = llama(num_hidden_layers=4)
-    model = copy.deepcopy(plain)
-    config = {
-        "model_parallelism": {"pipeline_parallel_size": 2},
-        "pipeline": {"schedule": schedule, "num_microbatches": 4},
-        "compile": {"backend": "aot_eager"},
-    }
-    model = autopar.initialize(model, config)
-    (batch,) = language_batches(131, count=1, batch=4)
-    for _ in range(2):
-        model.execute_pipeline(batch)
-        plain(**batch).loss.backward()
-    same_gradients(model, plain)
+    pipeline = {"pipeline": {"schedule": schedule, "num_microbatches": 4}}
+    deep = functools.partial(llama, num_hidden_layers=4)
+    trained(
+        "cpu", *case(deep, {**pipeline, "compile": {"backend": "aot_eager"}}, pipeline_parallel_size=2), moved=False
+    )
 
 
 @pytest.mark.tier("all")
 @pooled(world_size=2)
 def test_compiled_blocks_with_zero_3() -> None:
-    plain, model = llama(), llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    config = {"zero": {"stage": 3}, "compile": {"backend": "aot_eager"}}
-    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
-    for step in range(2):
-        batch = {"input_ids": torch.arange(10).view(2, 5) + step, "labels": torch.arange(10).view(2, 5)}
-        mine = {name: value[dist.get_rank() :][:1] for name, value in batch.items()}
-        model(**mine).loss.backward()
-        plain(**batch).loss.backward()
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
-    ids = torch.arange(6)[None]
-    with torch.no_grad():
-        close(model(ids).logits, plain(ids).logits, "logits")
+    trained("cpu", *case(extra={"zero": {"stage": 3}, "compile": {"backend": "aot_eager"}}), moved=False)
 
 
 @needs_a_compiler

@@ -20,45 +20,27 @@ from autopar.policy.match import find_policy
 from tests.harness.worlds import pooled
 from tests.policy.written import RIGHT
 from tests.small import gpt2, llama
-from tests.tensor_parallel.toys import MLP, MLP_RULES, toy, toy_policy
+from tests.tensor_parallel.toys import MLP, MLP_RULES, REFUSED, checked_plan, toy, toy_policy
 
 RULES = toy_policy({"ffn": "ffn"}, MLP_RULES)
 
 LLAMA = RIGHT["models"]
 
 
-def check_plan_with(text: str, model: Any, tp: int) -> bool:
-    return check_plan(model, "", make_plan(model, read_user_policy(text), tp))
-
-
 def test_a_right_policy_passes_and_leaves_the_model_alone():
     model = llama()
     before = copy.deepcopy(model.state_dict())
-    assert check_plan_with(LLAMA, model, 3)
+    assert checked_plan(model, LLAMA, 3)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("q_proj: {column: heads}", "q_proj: replicated", "fails in model.layers.0.self_attn"),
-        ("v_proj: {column: kv}", "v_proj: replicated", "fails in model.layers.0.self_attn"),
-        ("up_proj: {column: ffn}", "up_proj: replicated", "fails in model.layers.0.mlp"),
-        ("gate_proj: {column: ffn}", "gate_proj: {column: ffn, gather_output: true}", "fails in model.layers.0.mlp"),
-        (
-            "input_layernorm: replicated",
-            "input_layernorm: {replicated: heads}",
-            "policy text:19: model.layers.0.input_layernorm.weight works on replicated activations: its gradient must "
-            "not be summed\n  Write 'replicated'.",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), REFUSED["rules"])
 def test_a_wrong_rule_is_found(old: str, new: str, message: str):
     text = LLAMA.replace(old, new)
     assert text != LLAMA
     with pytest.raises(PolicyError, match=message) as info:
-        check_plan_with(text, llama(), 2)
+        checked_plan(llama(), text, 2)
     assert str(info.value).startswith("policy text:")
     assert isinstance(info.value.where, str)
 
@@ -66,16 +48,16 @@ def test_a_wrong_rule_is_found(old: str, new: str, message: str):
 def test_a_head_count_that_nobody_scaled_is_found():
     text = LLAMA.replace("  attributes:\n    self_attn.num_key_value_groups: heads / kv\n", "")
     model = llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
-    assert check_plan_with(LLAMA, model, 4)
+    assert checked_plan(model, LLAMA, 4)
     with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the full model does not"):
-        check_plan_with(text, model, 4)
+        checked_plan(model, text, 4)
 
 
 def test_keys_that_are_cut_like_queries_are_found_where_that_makes_a_difference():
     text = LLAMA.replace("k_proj: {column: kv}", "k_proj: {column: heads}")
-    assert check_plan_with(text, llama(), 3)  # one KV head and its two query heads on each rank: the same cut
+    assert checked_plan(llama(), text, 3)  # one KV head and its two query heads on each rank: the same cut
     with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the full model does not"):
-        check_plan_with(text, llama(), 4)
+        checked_plan(llama(), text, 4)
 
 
 def test_a_partial_gradient_that_no_logit_shows_is_found():
@@ -86,8 +68,8 @@ def test_a_partial_gradient_that_no_logit_shows_is_found():
         block.mlp.act = nn.Sequential(block.mlp.act, nn.PReLU(1))
     shared = text.replace("mlp.c_fc:", "mlp.act: replicated\n    mlp.c_fc:")
     with pytest.raises(PolicyError, match=r"act.1.weight works on sharded activations.*\n.*\{replicated: UNIT\}"):
-        check_plan_with(shared, model, 2)
-    assert check_plan_with(text.replace("mlp.c_fc:", "mlp.act: {replicated: ffn}\n    mlp.c_fc:"), model, 2)
+        checked_plan(model, shared, 2)
+    assert checked_plan(model, text.replace("mlp.c_fc:", "mlp.act: {replicated: ffn}\n    mlp.c_fc:"), 2)
 
 
 def test_a_model_that_does_not_run_without_data_is_not_rehearsed():

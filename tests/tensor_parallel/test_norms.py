@@ -15,6 +15,7 @@ from tests.parity import check
 from tests.tensor_parallel.toys import (
     MLP,
     MLP_RULES,
+    REFUSED,
     GroupedMean,
     Mean,
     ToyConfig,
@@ -186,17 +187,7 @@ class Varied(nn.Module):
         return self.weight * x / getattr(x, self.by)(-1, keepdim=True)
 
 
-@pytest.mark.parametrize(
-    ("by", "message"),
-    [
-        ("var", "a norm over sharded features must not call var"),
-        ("std", "a norm over sharded features must not call std"),
-        ("amax", "a norm over sharded features must not call amax"),
-        ("normalize", "a norm over sharded features must not call normalize"),
-        ("linalg_vector_norm", "a norm over sharded features must not call linalg_vector_norm"),
-        ("mean over tokens", "a norm over sharded features must take its mean over the last dim, got dim 1"),
-    ],
-)
+@pytest.mark.parametrize(("by", "message"), REFUSED["norms"])
 def test_a_reduction_that_is_not_known_is_refused_by_name(by: str, message: str) -> None:
     model = toy(lambda config: MLP(config, Varied(config.ffn, by)))
     with pytest.raises(PolicyError) as info:

@@ -13,7 +13,6 @@ from tests.harness.worlds import pooled
 from tests.parity import check, language_batches
 from tests.small import gpt2, llama, parallel
 
-BUILD: dict[str, Callable[..., Any]] = {"llama": llama, "gpt2": gpt2}
 GLOO = {"tensor_parallel_size": 2, "cpu_transport": "gloo"}
 IDS = torch.arange(16).view(2, 8)
 
@@ -43,13 +42,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("kind", BUILD)
-def test_weight_gradients_are_computed_between_launch_and_wait(kind: str) -> None:
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_weight_gradients_are_computed_between_launch_and_wait(build: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         seen = recorded(patch)
-        model = parallel(BUILD[kind](), 2, model_parallelism=GLOO)
+        model = parallel(build(), 2, model_parallelism=GLOO)
         model(input_ids=IDS, labels=IDS).loss.backward()
-        plain = BUILD[kind]()
+        plain = build()
         plain(input_ids=IDS, labels=IDS).loss.backward()
         same_gradients(model, plain)
         # two regions in each of 2 blocks, and the head
@@ -58,10 +57,10 @@ def test_weight_gradients_are_computed_between_launch_and_wait(kind: str) -> Non
 
 @pytest.mark.tier("test", only=("-llama", "checkpointing-llama"))
 @pooled(world_size=2)
-@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("build", [llama, gpt2])
 @pytest.mark.parametrize("extra", [{}, {"activation_checkpointing": {"enable": True}}], ids=["", "checkpointing"])
-def test_equal_to_the_plain_model(kind: str, extra: dict[str, Any]) -> None:
-    check(BUILD[kind], language_batches(131), 2, config={"model_parallelism": GLOO, **extra})
+def test_equal_to_the_plain_model(build: Any, extra: dict[str, Any]) -> None:
+    check(build, language_batches(131), 2, config={"model_parallelism": GLOO, **extra})
 
 
 @pooled(world_size=2)

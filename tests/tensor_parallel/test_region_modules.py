@@ -9,7 +9,7 @@ from torch import nn
 from autopar.errors import PolicyError
 from tests.harness.worlds import pooled
 from tests.parity import check
-from tests.tensor_parallel.toys import Toy, ToyConfig, batches, checked_plan, filled, toy, toy_policy
+from tests.tensor_parallel.toys import REFUSED, Toy, ToyConfig, batches, checked_plan, filled, toy, toy_policy
 
 HEADS = {"heads": "heads"}
 
@@ -293,12 +293,7 @@ def test_an_argument_that_is_the_same_for_all_must_not_be_learned() -> None:
 
 
 def test_an_input_that_forward_does_not_take_or_nobody_can_count() -> None:
-    for path, message in [
-        ("biass", "forward of  (Biased) has no argument 'biass'. Did you mean 'bias'?"),
-        ("q.weights", "forward of q (Linear) has no argument 'weights'."),
-        ("q.weight.x", "q.weight must be a module whose forward has the argument 'x'"),
-        ("k.input", "Biased has no module 'k'"),
-    ]:
+    for path, message in REFUSED["inputs"]:
         with pytest.raises(PolicyError) as info:
             checked_plan(filled(Biases(ToyConfig())), biased({path: {"sharded": "heads", "dim": 0}}))
         assert str(info.value).startswith(f"policy dict:blocks.inputs.{path}: {message}")

@@ -106,6 +106,25 @@ class Gathered:
         monkeypatch.setattr(sharded_logits, "meet", counted)
 
 
+def compare(table: dict[str, Callable[..., Any]], build: Any, chunk: int, gathered: Gathered | None = None) -> None:
+    """Compare what is computed of logits, and gradients of two micro-batches, with the plain model."""
+    ids = labels = language_batches(VOCAB, count=1)[0]["input_ids"]
+    plain = build()
+    model = parallel(copy.deepcopy(plain), 2, loss={"chunk": chunk})
+    for name, compute in table.items():
+        plain.zero_grad(), model.zero_grad()
+        for scale in (1.0, 0.3):
+            before = gathered.times if gathered else 0
+            expected, logits = compute(plain(ids).logits, labels), model(ids).logits
+            assert isinstance(logits, ShardedLogits)
+            actual = compute(logits, labels)
+            assert gathered is None or (gathered.times > before) == (name in GATHERED), name
+            close(actual, expected, name)
+            (scale * expected).backward()
+            (scale * actual).backward()
+        same_gradients(model, plain, 2e-5, name)
+
+
 @pytest.mark.tier("test")
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.tier("all")), 3])
 @pooled(world_size=2)
@@ -113,22 +132,7 @@ def test_whatever_is_computed_of_them(chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         gathered = Gathered(patch)
         for build in (gpt2, llama) if chunk == 0 else (llama,):
-            (batch,) = language_batches(VOCAB, count=1)
-            ids, labels = batch["input_ids"], batch["input_ids"]
-            plain = build()
-            model = parallel(copy.deepcopy(plain), 2, loss={"chunk": chunk})
-            for name, compute in {**FROM_SHARDS, **GATHERED}.items():
-                plain.zero_grad(), model.zero_grad()
-                for scale in (1.0, 0.3):  # two micro-batches
-                    before = gathered.times
-                    expected, logits = compute(plain(ids).logits, labels), model(ids).logits
-                    assert isinstance(logits, ShardedLogits)
-                    actual = compute(logits, labels)
-                    assert (gathered.times > before) == (name in GATHERED), name
-                    close(actual, expected, name)
-                    (scale * expected).backward()
-                    (scale * actual).backward()
-                same_gradients(model, plain, 2e-5, name)
+            compare({**FROM_SHARDS, **GATHERED}, build, chunk, gathered)
 
 
 @pooled(world_size=2)

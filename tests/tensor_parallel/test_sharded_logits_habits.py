@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import autopar
 from autopar.errors import ConsistencyError
 from tests.compare import same_gradients
 from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
 from tests.small import gpt2, llama, parallel
+from tests.tensor_parallel.test_sharded_logits import compare
+from tests.three_steps import case, trained
 
 VOCAB = 131
 FIRST = torch.tensor([1, 0])
@@ -133,30 +134,16 @@ def _like(x: Any, y: Any) -> Any:
     return loss(torch.where(torch.ones_like(x) > 0, x, torch.full_like(x, -1.0)), y)
 
 
-HABITS: dict[str, Callable[[Any, Any], Any]] = {
-    function.__name__.strip("_"): function
-    for function in (
-        *(_transposed, _one_column, _data, _numpy, _foreach, _flat, _chosen, _wide, _contiguous, _copied),
-        *(_biased_before, _read_without_gradients, _kept_without_gradients, _leaf, _hook, _own_gradient, _like),
-    )
-}
+HABITS: tuple[Callable[[Any, Any], Any], ...] = (
+    *(_transposed, _one_column, _data, _numpy, _foreach, _flat, _chosen, _wide, _contiguous, _copied),
+    *(_biased_before, _read_without_gradients, _kept_without_gradients, _leaf, _hook, _own_gradient, _like),
+)
 
 
 @pytest.mark.parametrize("chunk", [0, 3])
 @pooled(world_size=2)
 def test_habits(chunk: int) -> None:
-    (batch,) = language_batches(VOCAB, count=1)
-    ids = labels = batch["input_ids"]
-    plain = llama()
-    model = parallel(copy.deepcopy(plain), 2, loss={"chunk": chunk})
-    for name, compute in HABITS.items():
-        plain.zero_grad(), model.zero_grad()
-        for scale in (1.0, 0.3):
-            results = [compute(each(ids).logits, labels) for each in (plain, model)]
-            close(results[1], results[0], name)
-            for result in results:
-                (scale * result).backward()
-        same_gradients(model, plain, 2e-5, name)
+    compare({habit.__name__: habit for habit in HABITS}, llama, chunk)
 
 
 @pooled(world_size=2)
@@ -165,9 +152,9 @@ def test_half_precision() -> None:
     ids = labels = batch["input_ids"]
     plain = llama().bfloat16()
     model = parallel(copy.deepcopy(plain), 2)
-    for name in ("wide", "contiguous", "flat", "copied"):
-        expected, actual = (HABITS[name](each(ids).logits, labels) for each in (plain, model))
-        assert abs(float(actual) - float(expected)) < 0.05, name
+    for habit in (_wide, _contiguous, _flat, _copied):
+        expected, actual = (habit(each(ids).logits, labels) for each in (plain, model))
+        assert abs(float(actual) - float(expected)) < 0.05, habit
     with torch.autocast("cpu", torch.bfloat16):
         plain, model = llama(), parallel(llama(), 2, loss={"chunk": 3})
         expected, actual = (
@@ -246,18 +233,7 @@ def test_two_models_are_not_mixed_up() -> None:
 @pooled(world_size=4)
 def test_weights_sharded_over_replicas() -> None:
     """FSDP2 asks every output for its gradient."""
-    (batch,) = language_batches(VOCAB, count=1)
     for chunk in (0, 3):
-        plain = llama()
-        model = copy.deepcopy(plain)
-        config = {"model_parallelism": {"tensor_parallel_size": 2}, "zero": {"stage": 3}, "loss": {"chunk": chunk}}
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-        other = torch.optim.SGD(plain.parameters(), 0.1)
-        for _ in range(2):
-            for each, step in ((plain, other), (model, optimizer)):
-                each(**batch).loss.backward()
-                step.step()
-                step.zero_grad()
-        with torch.no_grad():
-            close(model(**batch).loss, plain(**batch).loss, f"loss after two steps, chunk {chunk}", 1e-4)
+        trained(
+            "cpu", *case(extra={"zero": {"stage": 3}, "loss": {"chunk": chunk}}, tensor_parallel_size=2), moved=False
+        )

@@ -17,7 +17,7 @@ from autopar.policy.match import find_policy
 from tests.harness.worlds import pooled
 from tests.parity import check
 from tests.small import llama
-from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, checked_plan, share, toy, toy_policy
+from tests.tensor_parallel.toys import MLP, MLP_RULES, REFUSED, ToyConfig, batches, checked_plan, share, toy, toy_policy
 
 
 class Fused(nn.Module):
@@ -62,17 +62,7 @@ def test_a_filter_holds_as_many_channels_and_groups_as_its_rank() -> None:
     assert (model.layers[0].in_proj.out_features, model.layers[0].out_proj.in_features) == (2 * 3 + 2 + 2, 8)
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        (["heads * 4", "ffn", "heads"], "in_proj has 21 features, [heads * 4, ffn, heads] describes 16"),
-        (
-            ["heads * 3", "ffn * 1", "heads * 2"],
-            "in_proj has 21 features, [heads * 3, ffn * 1, heads * 2] describes 25",
-        ),
-        (["heads", "ffn", "heads"], "in_proj has 21 features, [heads, ffn, heads] describes 13 equal parts: 21 / 13"),
-    ],
-)
+@pytest.mark.parametrize(("parts", "message"), REFUSED["parts"])
 def test_parts_that_do_not_add_up_give_both_numbers(parts: list[str], message: str) -> None:
     policy = copy.deepcopy(FUSED)
     policy["blocks"]["modules"]["in_proj"] = {"column": parts}
@@ -132,17 +122,7 @@ def test_bare_parameters_buffers_and_the_columns_of_an_embedding_on_three() -> N
     }
 
 
-@pytest.mark.parametrize(
-    ("path", "rule", "message"),
-    [
-        ("sinks", {"sharded": "heads", "dim": 1}, "sinks has 1 dims, but the rule shards dim 1"),
-        ("distance", {"sharded": "heads", "dim": 2}, "distance.weight has 2 dims, but the rule shards dim 2"),
-        ("slopes", "replicated", "slopes is a buffer, which can only be 'sharded'"),
-        ("sinks", {"row": "heads"}, "sinks is a bare parameter, which can only be 'replicated', 'sharded' or 'once'"),
-        ("scale", {"sharded": "heads"}, "scale has 2 features, [heads] describes 4 equal parts: 2 / 4 is not an"),
-        ("sink", {"sharded": "heads"}, "Attention has no module 'sink'. Did you mean 'sinks'?"),
-    ],
-)
+@pytest.mark.parametrize(("path", "rule", "message"), REFUSED["cuts"])
 def test_a_cut_that_does_not_fit_what_stands_there(path: str, rule: Any, message: str) -> None:
     policy = toy_policy({"heads": "heads"}, {**ATTENTION_RULES, path: rule}, attributes={"heads": "heads"})
     with pytest.raises(PolicyError) as info:

@@ -1,10 +1,12 @@
 """Tiny models that isolate one rule each: two residual blocks of one kind, and nothing around them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
@@ -16,6 +18,8 @@ from autopar.plan.plan import Plan
 from autopar.policy.load import read_user_policy
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
+
+REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
 
 
 class ToyConfig(PretrainedConfig):

@@ -64,26 +64,17 @@ SCHEDULERS = {
 }
 
 
-def fake_torchrun(folder: Path, text: str) -> str:
-    """Return a PATH with a torchrun that is this script."""
-    folder.mkdir()
-    (folder / "torchrun").write_text(f"#!/bin/bash\n{text}\n")
-    (folder / "torchrun").chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
-
-
 @pytest.mark.parametrize("file", SCHEDULERS)
 def test_a_scheduler_starts_torchrun_with_its_arguments(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variables, command_of, head = SCHEDULERS[file]
-    path = fake_torchrun(tmp_path / "bin", 'printf "%s\\n" "$@"')
-    command = [
-        part.replace("/workspace", str(ROOT)) for part in command_of(yaml.safe_load((RECIPES / file).read_text()))
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**variables, "PATH": path}, capture_output=True, text=True, check=False
-    )
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    recipe = yaml.safe_load((RECIPES / file).read_text())
+    command = [part.replace("/workspace", str(ROOT)) for part in command_of(recipe)]
+    env = {**variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name, value in variables.items():
         monkeypatch.setenv(name, value)  # torchrun also reads PET_...

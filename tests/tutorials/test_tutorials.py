@@ -177,9 +177,7 @@ def test_the_tokenizer_is_trained_once_and_is_lossless(tmp_path: Path) -> None:
 
 
 @distributed(world_size=1)
-def test_a_users_own_text(tmp_path: Path) -> None:
-    import os
-
+def test_a_users_own_text_and_model_and_errors(tmp_path: Path) -> None:
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path / "cache")
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("one", " ", "two")))
@@ -190,10 +188,6 @@ def test_a_users_own_text(tmp_path: Path) -> None:
         offline.load_text(str(tmp_path / "b.jsonl"))
     with pytest.raises(SystemExit, match=r"error: --dataset .*nowhere cannot be read"):
         offline.load_text(str(tmp_path / "nowhere"))
-
-
-@distributed(world_size=1)
-def test_a_users_own_model_and_errors(tmp_path: Path) -> None:
     made = arguments(output=tmp_path)
     tokenizer = offline.load_tokenizer(made)
     model = offline.load_model(made, tokenizer)
