@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import BertConfig, BertForSequenceClassification, BertModel, ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 import autopar
@@ -30,7 +23,7 @@ from autopar.errors import ConfigError
 from autopar.tools.commands.models import add_lora
 from autopar.tools.compat.fake_world import SHARDS_OF_DTENSORS, World, fake_world, once_for_equal_tensors
 from tests.harness.tiers import mainly
-from tests.rehearsal.programs import SMALL, llama, mamba, mixtral, of_type
+from tests.rehearsal.programs import SIZES, SMALL, llama, mamba, mixtral, of_type
 
 
 def on_meta(build: Any) -> Any:
@@ -74,9 +67,8 @@ def test_a_clipping_of_dtensors_that_one_rank_skips_is_found(gpu: str | None) ->
         if dist.get_rank() != 3:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
-    (problem, *_) = autopar.rehearse(
-        on_meta(llama), {"zero": {"stage": 3}}, 4, sequence=16, loop=loop, gpu=gpu
-    ).problems
+    found = autopar.rehearse(on_meta(llama), {"zero": {"stage": 3}}, 4, sequence=16, loop=loop, gpu=gpu)
+    problem = found.problems[0]
     assert problem.startswith("rank 0 issues ") and "rank 3 only " in problem
     assert "The first missing collective: all_reduce over world [39] float32" in problem
     assert "test_rehearse.py:" in problem
@@ -123,10 +115,9 @@ def test_ranks_that_save_into_folders_of_their_own_are_told() -> None:
 
 @pytest.mark.tier("test")
 def test_a_rank_without_rows_of_the_vocabulary_does_what_the_others_do_on_every_stage() -> None:
-    def tiny() -> Any:
-        return LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 3, "pad_token_id": None}))
-
-    found = autopar.rehearse(on_meta(tiny), {"tp": 4, "pp": 2}, 8, sequence=16)
+    tiny = transformers.LlamaConfig(**{**SMALL, "vocab_size": 3, "pad_token_id": None})
+    model = on_meta(lambda: transformers.LlamaForCausalLM(tiny))
+    found = autopar.rehearse(model, {"tp": 4, "pp": 2}, 8, sequence=16)
     assert found.problems == []
     assert {rank % 4 for rank in found.traces} >= {0, 3}, "the last rank has no rows"
 
@@ -248,16 +239,10 @@ def test_equal_tensors_of_a_list_are_sharded_once(monkeypatch: pytest.MonkeyPatc
         assert lengths[1:] == [[3, 3]], "numbers differ, too"
 
 
-BERT_SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-}
 WITHOUT_LABELS: dict[str, Callable[[], Any]] = {
-    "encoder": lambda: BertModel(BertConfig(**BERT_SIZES, vocab_size=256)),
-    "classes of samples": lambda: BertForSequenceClassification(BertConfig(**BERT_SIZES, vocab_size=256)),
-    "images": lambda: ViTForImageClassification(ViTConfig(**BERT_SIZES, image_size=32, patch_size=8)),
+    "encoder": lambda: BertModel(BertConfig(**SIZES, vocab_size=256)),
+    "classes of samples": lambda: BertForSequenceClassification(BertConfig(**SIZES, vocab_size=256)),
+    "images": lambda: ViTForImageClassification(ViTConfig(**SIZES, image_size=32, patch_size=8)),
 }
 
 
@@ -288,10 +273,8 @@ def test_frozen_blocks_of_fsdp2(gpu: str | None) -> None:
 
 @pytest.mark.tier("all")
 def test_shards_on_the_cpu_send_what_others_do() -> None:
-    both = [
-        autopar.rehearse(on_meta(llama), {"zero": {"stage": 2, "cpu_offload": offload}}, 4, sequence=16)
-        for offload in (False, True)
-    ]
+    zero = ({"stage": 2, "cpu_offload": offload} for offload in (False, True))
+    both = [autopar.rehearse(on_meta(llama), {"zero": each}, 4, sequence=16) for each in zero]
     assert both[0].problems == both[1].problems == [] and both[0].traffic == both[1].traffic
 
 

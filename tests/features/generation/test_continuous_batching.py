@@ -87,10 +87,9 @@ def test_generate_batch_and_requests_that_differ() -> None:
     assert generated(model)[1][1] == alone[0, 7:].tolist()
 
     rank = dist.get_rank()
-    with pytest.raises(ConsistencyError, match=r"generate_batch of 5 prompts"):
-        generated(model, PROMPTS[rank:])
-    with pytest.raises(ConsistencyError, match=r"generate_batch of 6 prompts"):
-        generated(model, max_new_tokens=12 + rank)
+    for number, prompts, length in ((5, PROMPTS[rank:], 12), (6, PROMPTS, 12 + rank)):
+        with pytest.raises(ConsistencyError, match=f"generate_batch of {number} prompts"):
+            generated(model, prompts, max_new_tokens=length)
     with pytest.raises(ConsistencyError, match=r"init_continuous_batching \(with settings"):
         model.init_continuous_batching(asked(), cache(page_size=4 + 4 * rank))
     assert generated(model) == generated(grouped())
@@ -107,8 +106,7 @@ def test_a_cache_without_a_size_leaves_the_hosts_memory_to_the_other_ranks() -> 
         patch.setattr(psutil, "virtual_memory", lambda: memory)
         handler = PagedAttentionMemoryHandler
         patch.setattr(handler, "get_available_memory", lambda self: asked_for.append(measure(self)) or asked_for[-1])
-        for mesh in ({"tp": 2}, {}):  # two ranks of a replica; two replicas
-            assert generated(autopar.initialize(grouped(), mesh), **way) == expected
+        for mesh in ({"tp": 2}, {}) * 2:  # two ranks of a replica; two replicas
             assert generated(autopar.initialize(grouped(), mesh), **way) == expected
     assert len(asked_for) == 4 and all(0.25 * free < each < 0.31 * free for each in asked_for), asked_for
 
@@ -118,10 +116,8 @@ def windows() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
     kinds = ["sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(
-        **sizes, num_hidden_layers=2, layer_types=kinds, sliding_window=8, vocab_size=131, intermediate_size=37
-    )
-    return randomise(Gemma3ForCausalLM(config)).eval()
+    sizes |= {"num_hidden_layers": 2, "sliding_window": 8, "vocab_size": 131, "intermediate_size": 37}
+    return randomise(Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds))).eval()
 
 
 SEQUENCE = {"tp": 2, "model_parallelism": {"sequence_parallel": True}}
@@ -157,10 +153,8 @@ def served(
     model: Any, give: Callable[[Any], None], wanted: int = len(PROMPTS), way: Any = None, **settings: Any
 ) -> dict[str, list[int]]:
     """Tokens of requests that ``give`` gives to a manager."""
-    found: dict[str, list[int]] = {}
-    with model.continuous_batching_context_manager(
-        generation_config=asked() if way is None else way, continuous_batching_config=cache(**settings)
-    ) as manager:
+    found, config = dict[str, list[int]](), cache(**settings)
+    with model.continuous_batching_context_manager(way or asked(), continuous_batching_config=config) as manager:
         give(manager)
         while len(found) < wanted and manager.is_running():
             output = manager.get_result(timeout=1)
@@ -279,10 +273,9 @@ def test_a_pause_changes_weights_and_other_threads_are_refused() -> None:
     manager = model.init_continuous_batching(asked(eos_token_id=-1), cache(num_blocks=80))
     manager.start()
     manager.add_request(PROMPTS[1], request_id="long", max_new_tokens=200)
-    with pytest.raises(ConfigError, match=r"manager\.pause"):
-        model(ids)
-    with pytest.raises(ConfigError, match=r"manager\.pause"):
-        model.generate(ids, max_new_tokens=2)
+    for call in (model, model.generate):
+        with pytest.raises(ConfigError, match=r"manager\.pause"):
+            call(ids)
     with manager.pause():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
         for parameter in model.parameters():

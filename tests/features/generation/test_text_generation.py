@@ -114,14 +114,10 @@ def test_ranks_stop_at_the_same_token() -> None:
         time.sleep(0.02 * rank)
         one, other = everyones(model.generate(ids, max_time=0.05, **{**settings, "max_new_tokens": 50}).shape)
         assert one == other
-        usual = model._get_stopping_criteria(_prepared(model, settings), [])
+        prepared, _ = model._prepare_generation_config(None, **settings)
+        prepared.max_length = 16
+        model._prepare_special_tokens(prepared)
+        usual = model._get_stopping_criteria(prepared, [])
         assert len(usual) == 2 and not any(isinstance(one, AgreedCriteria) for one in usual), "nothing to agree on"
     plain = autopar.deparallelize(model)
     assert torch.equal(plain.generate(ids, stopping_criteria=[Rows(ends)], **settings), expected)
-
-
-def _prepared(model: Any, settings: dict[str, Any]) -> Any:
-    config, _ = model._prepare_generation_config(None, **settings)
-    config.max_length = 16
-    model._prepare_special_tokens(config)
-    return config

@@ -121,23 +121,15 @@ def trimmed_task_vector(model: Any) -> None:
         vector.abs().flatten().kthvalue(max(1, int(0.8 * len(vector))))
 
 
-def saved_by_hand(model: Any) -> None:
-    torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, io.BytesIO())
-
-
-def rows(model: Any) -> int:
-    return len(model.lm_head.weight)
-
-
 NOTICED: dict[str, Callable[[Any], Any]] = {
     "own LAMB": own_lamb,
     "Fisher": fisher,
     "flat": flat_gradients,
     "TIES": trimmed_task_vector,
-    "saved by hand": saved_by_hand,
+    "saved by hand": lambda model: torch.save({n: x.cpu() for n, x in model.state_dict().items()}, io.BytesIO()),
     "pickled": lambda model: pickle.dumps(head(model).detach()),
     "a saved layer": lambda model: torch.save(model.lm_head.state_dict(), io.BytesIO()),
-    "rows": rows,
+    "rows": lambda model: len(model.lm_head.weight),
     "width": lambda model: head(model).size(0) ** -0.5,
     "count": lambda model: sum(p.numel() for p in model.parameters()),
     "pull": lambda model: sum(F.mse_loss(p, torch.zeros_like(p)) for p in model.parameters()),

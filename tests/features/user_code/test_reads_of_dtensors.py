@@ -43,17 +43,11 @@ def same_weights(model: Any, reference: Any, when: str) -> None:
         close(weight, due[name], f"{when}: {name}", 2e-5)
 
 
-def saved(model: Any) -> None:
-    torch.save({name: p.detach() for name, p in model.named_parameters()}, io.BytesIO())
-
-
-def vectors(model: Any) -> None:
-    torch.cat([p.full_tensor().flatten() for p in model.parameters()]).median()
-
-
 OF_TENSOR_PARALLEL: list[Change] = [
-    sam, own_clipping, adaptive_clipping, saved, vectors, NOTICED["count"], NOTICED["width"], NOTICED["squares"],
+    sam, own_clipping, adaptive_clipping, NOTICED["count"], NOTICED["width"], NOTICED["squares"],
     NOTICED["norm"], NOTICED["finite"], NOTICED["drawn in place"],
+    lambda model: torch.save({name: p.detach() for name, p in model.named_parameters()}, io.BytesIO()),
+    lambda model: torch.cat([p.full_tensor().flatten() for p in model.parameters()]).median(),
     lambda model: sum(p.grad.norm().item() ** 2 for p in model.parameters()),
     lambda model: nn.init.normal_(model.lm_head.weight),
     lambda model: nn.Parameter(model.lm_head.weight).norm(),
@@ -150,11 +144,9 @@ def test_a_second_derivative_is_refused(stage: int) -> None:
     if isinstance(weight, DTensor):
         with raises_everywhere(ConfigError, "Use loss.backward() and parameter.grad"):
             torch.autograd.grad(loss, weight, allow_unused=True)
-    model = autopar.initialize(
-        llama().train(), {"zero": {"stage": stage}, "activation_checkpointing": {"enable": True}}
-    )
-    loss = model(IDS, labels=IDS).loss
-    loss.backward()
+    config = {"zero": {"stage": stage}, "activation_checkpointing": {"enable": True}}
+    model = autopar.initialize(llama().train(), config)
+    model(IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -173,9 +165,8 @@ def test_full_parameters_in_the_loss_of_replicas(stage: int) -> None:
     plain = llama().train()
     model = autopar.initialize(copy.deepcopy(plain), {"zero": {"stage": stage}})
     for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert type(autopar.full_tensor(parameter)) is torch.Tensor and torch.equal(
-            autopar.full_tensor(parameter), other
-        )
+        full = autopar.full_tensor(parameter)
+        assert type(full) is torch.Tensor and torch.equal(full, other)
     ids = torch.arange(40).view(4, 10)
     mine = ids.chunk(2)[model.mpu.dp.rank]  # the mean over replicas: embeddings of other tokens on each
     for _ in range(2):
