@@ -70,8 +70,8 @@ def test_files_that_are_no_config(tmp_path):
     with pytest.raises(ConfigError, match=r"latin\.json', line 2: cannot be read: byte 0xe9 is not UTF-8"):
         ParallelConfig.parse(tmp_path / "latin.json")
     place = re.escape(str(tmp_path))
-    with pytest.raises(ConfigError, match=rf"No such file .*{place} has no 'deeep.json'. Did you mean 'deep.json"):
-        ParallelConfig.parse(tmp_path / "deeep.json")
+    with pytest.raises(ConfigError, match=rf"No such file .*{place} has no 'deep1.json'. Did you mean 'deep.json"):
+        ParallelConfig.parse(tmp_path / "deep1.json")
     with pytest.raises(ConfigError, match=rf"{place} has no 'conf'"):
         ParallelConfig.parse(tmp_path / "conf" / "parallel.yaml")
 
