@@ -14,15 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.random_models import Case as RandomCase, build as random_model, cases, kind
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 256,
-    "attn_implementation": "eager",
-}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8}
+SMALL = SIZES | {"num_key_value_heads": 4, "vocab_size": 256, "attn_implementation": "eager"}
 
 
 def llama() -> Any:
@@ -114,7 +107,7 @@ def numbers_of_the_host(model: Any, optimizer: Any, batch: dict[str, Any]) -> No
 
 
 TP, PP, CP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
-TWO = {"pipeline": {"num_microbatches": 2}}
+TWO, IN_TWO_PARTS = {"pipeline": {"num_microbatches": 2}}, {"zero": {"stage": 3, "shard_size": 2}}
 CASES = {
     "tp x dp": Case(llama, TP),
     "pp x tp": Case(llama, TP | PP, TWO),
@@ -127,10 +120,8 @@ CASES = {
     "tp x dp, zero 2": Case(llama, TP, {"zero": {"stage": 2}}),
     "tp x dp, zero 3": Case(llama, TP, {"zero": {"stage": 3}}),
     "zero 3, torch's norms": Case(llama, {}, {"zero": {"stage": 3}}, loop=torchs_sharded_tensors),
-    "dp in two parts, torch's norms": Case(
-        llama, {}, {"zero": {"stage": 3, "shard_size": 2}}, loop=torchs_sharded_tensors
-    ),
-    "dp in two parts": Case(llama, {}, {"zero": {"stage": 3, "shard_size": 2}}),
+    "dp in two parts, torch's norms": Case(llama, {}, IN_TWO_PARTS, loop=torchs_sharded_tensors),
+    "dp in two parts": Case(llama, {}, IN_TWO_PARTS),
     "cp x tp": Case(llama, TP | CP),
     "cp x dp, gathered": Case(llama, CP | {"context_parallel_method": "gather"}),
     "bf16": Case(llama, TP, {"precision": {"dtype": "bf16"}, "gradient_clipping": 1.0}),

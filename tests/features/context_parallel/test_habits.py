@@ -200,7 +200,7 @@ def test_whatever_is_computed_of_them() -> None:
         meet = sharded_logits.meet
         patch.setattr(sharded_logits, "meet", lambda *args: meetings.append(args[1]) or meet(*args))
         plain, model = pair(llama())
-        for name, function in {**FROM_SHARDS, **GATHERED, **HABITS}.items():
+        for name, function in {**FROM_SHARDS, **GATHERED, **{habit.__name__: habit for habit in HABITS}}.items():
             assert isinstance(model(ids).logits, ShardedLogits)
             meetings.clear()
             same(model, plain, lambda each, function=function: function(each(ids).logits, labels), name)
