@@ -269,7 +269,7 @@ class MPU(NotCopied):
             return self.dp_cp_mesh
         if "fsdp" not in self._lines:
             ranks = torch.tensor(self.dp_cp.ranks, dtype=torch.int).view(-1, self.fsdp.size)
-            groups = [axis.group for axis in (self._hsdp, self.fsdp) if axis.group is not None]
+            groups: list[Any] = [axis.group for axis in (self._hsdp, self.fsdp)]
             names = ("copies", "shards")
             self._lines["fsdp"] = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
         return self._lines["fsdp"]

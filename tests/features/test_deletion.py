@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from autopar.registry import OF_FEATURES, SETTINGS
-from tests.harness.tiers import in_tier
 
 ROOT = Path(__file__).parents[2]
 FEATURES = sorted(path.name for path in (ROOT / "autopar" / "features").iterdir() if (path / "__init__.py").exists())
@@ -34,7 +33,6 @@ OTHERS = {
     "peft": ("the adapters of PeftModelForCausalLM (PEFT)", "peft"),
     "quantized": ("LlamaForCausalLM with quantized weights", "quantized"),
 }
-ALL = ("features", "integrations", "tools")
 SCRIPT = Path(__file__).with_name("without_a_folder.py")
 
 
@@ -68,7 +66,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.every_case
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("folder", [*ALL, *in_tier("sweep", [f"features/{name}" for name in FEATURES])])
+@pytest.mark.parametrize("folder", [*(f"features/{name}" for name in FEATURES), "features", "integrations", "tools"])
 def test_the_rest_trains_saves_loads_and_merges(folder: str, tmp_path: Path, complete: list[float]) -> None:
     tree = tree_without(tmp_path, folder)
     out = tmp_path / "out"
@@ -78,7 +76,6 @@ def test_the_rest_trains_saves_loads_and_merges(folder: str, tmp_path: Path, com
 
 @pytest.mark.every_case
 @pytest.mark.tier("all")
-@pytest.mark.tier("sweep", only=("context_parallel", "host_transport", "sequence_parallel"))
 @pytest.mark.parametrize("name", [*ASKS, *OTHERS])
 def test_what_asks_for_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
     pytest.importorskip({"peft": "peft", "quantized": "bitsandbytes"}.get(name, "torch"))
