@@ -59,6 +59,9 @@ def _written(holder: Any, *texts: str) -> Callable[[], bool]:
 
 def _versions() -> bool:
     x = torch.zeros(2)
+    alone, other = tensors.shares_memory(x), x.detach()
+    if alone or not tensors.shares_memory(other):
+        return False
     view, before = x[:1], tensors.version_of(x)
     view.add_(1)
     x.data.add_(1)
@@ -141,7 +144,7 @@ _OF_FSDP = (
 PROBES: dict[str, Probe] = {
     "attributes of modules": Probe(_have(nn.Module(), _OF_MODULES), "layers are swapped and sharded"),
     "convolutions": Probe(_have(nn.Conv1d, "_conv_forward"), "sharded convolutions"),
-    "versions and bases of tensors": Probe(_versions, "gradients that are computed once, checks of weights"),
+    "versions, bases and memory of tensors": Probe(_versions, "gradients that are computed once, checks of weights"),
     "storages": Probe(_have(torch.zeros(1).untyped_storage(), "_cdata"), "lazy_init, stages, the planner"),
     "steps of a scheduler": Probe(_written(torch.optim.lr_scheduler.LRScheduler, "_step_count"), "accelerate"),
     "the graph and its backward": Probe(_graph, "zero-bubble schedules, context parallelism, recomputation"),

@@ -56,6 +56,11 @@ base_of = attrgetter("_base")  # of a view: the tensor that it views, or None
 storage_id = attrgetter("_cdata")  # a number that identifies a storage during its lifetime
 
 
+def shares_memory(x: torch.Tensor) -> bool:
+    """Return whether another tensor uses the storage of ``x``, as gradients of the terms of a sum may do."""
+    return torch._C._storage_Use_Count(storage_id(x.untyped_storage())) > 2  # x, and the storage as a Python object
+
+
 def operators_of_dtensors() -> dict[Any, Any]:
     """Return DTensor's table of custom operator handlers: ``(operator, args, kwargs) -> result``."""
     return DTensor._op_dispatcher._custom_op_handlers

@@ -1,11 +1,11 @@
 """Sum gradients over replicas and over stages that share weights, with bitwise identical results on all ranks.
 
 [Note: gradient buckets] A bucket copies scaled gradients into one buffer, starts an asynchronous all-reduce, and makes
-each gradient a view of the buffer, so that nothing is copied back. In each averaging the ranks agree on the parameters
-with a gradient. These parameters, in the order of a backward, form the buckets that may start inside the next backward.
-A bucket starts when its last gradient has arrived and the bucket before it has started, because all ranks must use the
-same order. The gradient of a parameter is None during the all-reduce. A gradient that arrives later, or was not
-expected, is summed in another bucket at the end, and added.
+each gradient a view of the buffer, so that nothing is copied back. A large gradient alone is its own buffer. In each
+averaging the ranks agree on the parameters with a gradient. These parameters, in the order of a backward, form the
+buckets that may start inside the next backward. A bucket starts when its last gradient has arrived and the bucket
+before it has started, because all ranks must use the same order. The gradient of a parameter is None during the
+all-reduce. A gradient that arrives later, or was not expected, is summed in another bucket at the end, and added.
 
 [Note: one owner] With ``zero.reduce_scatter`` an all-to-all sends each owner its part of a bucket, which it adds in the
 order of the ranks. Other ranks' gradients stay None. gloo's own reduce-scatter sends as much as its all-reduce.
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat.tensors import is_view, local_part
+from autopar.compat.tensors import is_view, local_part, shares_memory
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog
@@ -42,23 +42,22 @@ Owners = Mapping[torch.Tensor, int]
 
 _AVERAGED = "autopar_averaged"  # attribute of a gradient that its owner has averaged
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
-_BUCKET, _BUCKET_ON_CPU = 32 * 1024 * 1024, 8 * 1024 * 1024  # bytes; an allocator of the CPU reuses small buffers
+_BUCKET = 25 * 1024 * 1024  # bytes; the C library maps and clears memory of more than 32 MiB again for each buffer
+_BROADCAST, _IN_FLIGHT = 8 * 1024 * 1024, 4  # bytes of a broadcast; broadcasts at the same time
 
 
 def held_alike(model: nn.Module, plan: Plan, mpu: MPU) -> Alike:
     """Return ``id(parameter)`` -> the ranks of ``mpu.shards`` that hold the same shard, for all parameters."""
     rank, size = mpu.shards.rank, mpu.shards.size
     layouts = {name: tensor.layout for tensor in plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
-    alike: dict[int, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters():
+
+    def holders(name: str) -> tuple[int, ...]:
         if size == 1 or name not in layouts:  # added after initialize: counts as held by this rank only
-            alike[id(parameter)] = (rank,)
-            continue
+            return (rank,)
         layout = layouts[name]
-        alike[id(parameter)] = tuple(
-            other for other in range(size) if layout is None or layout.ranges(other) == layout.ranges(rank)
-        )
-    return alike
+        return tuple(r for r in range(size) if layout is None or layout.ranges(r) == layout.ranges(rank))
+
+    return {id(parameter): holders(name) for name, parameter in model.named_parameters()}
 
 
 def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Parameter]]:
@@ -74,13 +73,13 @@ def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Param
     return list(runs.values())
 
 
-def buckets(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
-    """Split tensors into runs of at most one bucket's bytes; a larger tensor is a run of one."""
+def buckets(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
+    """Split tensors into runs of at most ``limit`` bytes; a larger tensor is a run of one."""
     bucket: list[_Tensor] = []
     filled = 0
     for tensor in tensors:
         size = local_part(tensor).nbytes
-        if bucket and filled + size > (_BUCKET_ON_CPU if tensor.is_cpu else _BUCKET):
+        if bucket and filled + size > limit:
             yield bucket
             bucket, filled = [], 0
         bucket.append(tensor)
@@ -130,23 +129,22 @@ class Bucket:
         """Take the gradients from their parameters, and start the sum."""
         shards = [local_part(parameter.detach()) for parameter in self.parameters]
         sizes = [shard.numel() for shard in shards]
-        own, flat = (shards[0].new_empty(sum(x), dtype=self._sum) for x in (sizes[: self._kept], sizes[self._kept :]))
+        self._gradients = [p.grad if p.requires_grad else None for p in self.parameters]
+        own, flat = (self._buffer(shards[0], x) for x in (sizes[: self._kept], sizes[self._kept :]))
         self._own, self._parts = own, [*own.split(sizes[: self._kept]), *flat.split(sizes[self._kept :])]
-        for parameter, part in zip(self.parameters, self._parts, strict=True):
-            gradient = parameter.grad if parameter.requires_grad else None
+        for place, (parameter, part) in enumerate(zip(self.parameters, self._parts, strict=True)):
+            gradient = self._gradients[place]
             if gradient is None or gradient.dtype != self.dtype:
                 part.zero_()
-                self._gradients.append(None)
+                self._gradients[place] = None
                 continue
             source = local_part(gradient).reshape(-1)
             if self.is_wide:
                 part.copy_(source).mul_(self._scale)
             else:
                 torch.mul(source, self._scale, out=part)
-            is_own = not (isinstance(gradient, DTensor) or gradient.requires_grad or is_view(gradient))
-            if is_own and not self.is_wide and gradient.is_contiguous():
+            if self._may_move(gradient) and not shares_memory(gradient):
                 gradient.set_(part.view(gradient.shape))
-            self._gradients.append(gradient)
             self.sent.append(parameter)
             self.again |= hasattr(gradient, _AVERAGED)
             parameter.grad = None
@@ -158,6 +156,18 @@ class Bucket:
         elif sum(sizes):
             self._work = dist.all_reduce(own, group=self._group, async_op=True)
         return self
+
+    def _buffer(self, like: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        if len(sizes) == len(self._gradients) == 1:
+            gradient = self._gradients[0]
+            if gradient is not None and self._may_move(gradient) and not shares_memory(gradient):
+                return gradient.view(-1)
+        return like.new_empty(sum(sizes), dtype=self._sum)
+
+    def _may_move(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient may become a part of the buffer."""
+        foreign = isinstance(gradient, DTensor) or gradient.requires_grad or is_view(gradient)
+        return not foreign and gradient.dtype == self.dtype == self._sum and gradient.is_contiguous()
 
     @torch.no_grad()
     def land(self, *, wait: bool = True) -> None:
@@ -268,11 +278,8 @@ def _in_buckets(
     for run in runs:
         kinds = {p: (dtypes[p], p in owners) for p in reversed(run) if p in dtypes}
         for kind in dict.fromkeys(reversed(kinds.values())):
-            for bucket in buckets([p for p, its in kinds.items() if its == kind]):
+            for bucket in buckets([p for p, its in kinds.items() if its == kind], _BUCKET):
                 yield Bucket(bucket, kind[0], owners, *how)
-
-
-_IN_FLIGHT = 4  # buckets that are broadcast at the same time
 
 
 def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
@@ -280,7 +287,7 @@ def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor, source in tensors:
         kinds.setdefault((source, tensor.dtype, tensor.device), []).append(tensor)
-    rows = [[(source, bucket) for bucket in buckets(same)] for (source, *_), same in kinds.items()]
+    rows = [[(source, bucket) for bucket in buckets(same, _BROADCAST)] for (source, *_), same in kinds.items()]
     travelling: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
     for source, bucket in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*rows))):
         if len(travelling) == _IN_FLIGHT:

@@ -43,7 +43,7 @@ class _Log:
             return start(bucket)
 
         monkeypatch.setattr(grad_sync.Bucket, "start", counted)
-        monkeypatch.setattr(grad_sync, "_BUCKET_ON_CPU", 4096)
+        monkeypatch.setattr(grad_sync, "_BUCKET", 4096)
 
 
 @pytest.mark.tier("test")
@@ -94,6 +94,27 @@ def test_other_parameters_in_each_step() -> None:
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
+def test_a_large_gradient_is_summed_in_its_memory_unless_another_shares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_sync, "_BUCKET", 4096)
+    model = nn.ParameterDict({name: torch.ones(40, 40) for name in "abc"})
+    model._autopar = autopar.initialize(gpt2(), {})._autopar
+    scale = torch.arange(1600.0) * (1 + dist.get_rank())
+    for early in (False, True, True):
+        with autopar.average_in_backward(model) if early else nullcontext():
+            both = model["a"].view(-1) + model["b"].mT.mT.reshape(-1)  # their gradients are one tensor
+            ((both + 2 * model["c"].reshape(-1)) * scale).sum().backward()
+        if not early:
+            assert model["a"].grad.data_ptr() == model["b"].grad.data_ptr()
+            before = model["c"].grad.data_ptr()
+            autopar.average_gradients(model)
+            assert model["c"].grad.data_ptr() == before
+        for name, factor in {"a": 1.5, "b": 1.5, "c": 3.0}.items():
+            assert torch.equal(model[name].grad.view(-1), torch.arange(1600.0) * factor), (name, early)
+        model.zero_grad()
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
 def test_weights_frozen_on_one_replica_raise_on_both() -> None:
     model = autopar.initialize(gpt2(), {})
     for step in range(2):
@@ -134,7 +155,7 @@ def test_replicas_that_all_skip_a_failed_step_continue() -> None:
     """They fail at different places of the backward, with other buckets on the way."""
     model, early = (autopar.initialize(llama(), {}) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_sync, "_BUCKET_ON_CPU", 4096)
+        patch.setattr(grad_sync, "_BUCKET", 4096)
         for step in range(4):
             loss = early(**_batch(early, step)).loss
             if step == 2:

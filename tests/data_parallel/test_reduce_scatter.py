@@ -82,7 +82,7 @@ def test_two_replicas() -> None:
     plain = gpt2()
     plain.transformer.wpe.requires_grad_(False)
     same(plain, clips=clip_grad_norm_)
-    with mock.patch.object(grad_sync, "_BUCKET_ON_CPU", 4096):
+    with mock.patch.object(grad_sync, "_BUCKET", 4096):
         same(llama())
     for section in ({"gradient_clipping": 0.3}, {"precision": {"dtype": "fp16"}}, {"precision": {"dtype": "bf16"}}):
         same(gpt2(), **section)

@@ -21,7 +21,7 @@ from autopar.tools.planner.stage_costs import StageCost, stage_costs
 T = TypeVar("T")
 
 _RESERVE = 1_500_000_000  # bytes of a CUDA context, its kernels and NCCL's buffers
-_BUCKET = 32 * 1024 * 1024  # bytes of a gradient bucket
+_BUCKET = 25 * 1024 * 1024  # bytes of a gradient bucket
 _STREAM = DATA["assumed"]["stream"]
 _BACKWARD = 2 / 3  # fraction of a micro-batch's work
 _STEP_BYTES = 32  # moved by AdamW per element: gradient, both moments and weight, read and written
