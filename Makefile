@@ -32,7 +32,7 @@ BUILD_TOOLS := .cache/build-tools/.installed
 
 # The tiers are described in tests/README.md. Each of the WORKERS has worlds of 2 to 8 ranks.
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
-PYTEST_ARGS := -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=10 $(if $(SEED),--seed $(SEED))
+PYTEST_ARGS := -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(if $(SEED),--seed $(SEED))
 
 # Tests of an end of the ranges in pyproject.toml, in its own environment.
 VERSIONS = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .cache/$(1)/bin/python -m tests.versions --end $(1)

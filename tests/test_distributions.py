@@ -17,7 +17,7 @@ from tests.docs.test_readme import loop, prepare
 
 TOOLS = ROOT / ".cache" / "build-tools"
 INSTALL = ("install", "--no-index", "--no-deps")
-pytestmark = [pytest.mark.tier("all"), pytest.mark.together]
+pytestmark = pytest.mark.tier("all")
 
 
 def run(*command: str | Path, cwd: Path, path: Path | None = None, code: int = 0) -> str:

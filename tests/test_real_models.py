@@ -16,7 +16,7 @@ from tests.harness.worlds import distributed
 from tests.parity import close
 from tests.small import parallel
 
-pytestmark = [pytest.mark.tier("all"), pytest.mark.together]
+pytestmark = pytest.mark.tier("all")
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def test_cases_beyond_the_seconds_of_their_test_are_late() -> None:
 
 def test_durations_are_means_of_cases_and_come_back(tmp_path: Path) -> None:
     file = tmp_path / "durations.json"
-    measured = {f"{A}::test_a[x]": 1.0, f"{A}::test_a[y]@{A}": 2.0, f"{A}::test_short": 0.01}
+    measured = {f"{A}::test_a[x]": 1.0, f"{A}::test_a[y]": 2.0, f"{A}::test_short": 0.01}
     write_durations({f"{B}::test_b": 2.0, f"{A}::test_short": 9.0}, measured, file)
     assert read_durations(file) == {f"{B}::test_b": 2.0, f"{A}::test_a": 1.5}
 
@@ -90,19 +90,19 @@ def test_a_tier_that_has_grown_is_named_on_a_slow_machine_too() -> None:
     )
 
 
-def test_a_tier_leaves_the_later_ones_out_and_begins_with_long_tests_then_with_most_ranks() -> None:
+def test_a_tier_leaves_the_later_ones_out_and_begins_with_the_files_that_take_longest() -> None:
     left: list[Any] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))  # noqa: PLW0108 - called by name
     options = {"--tier": "test", "--record": False}
     config: Any = SimpleNamespace(getoption=options.get, hook=hook, args=[])
     quick, late, ranks = _item(), _item(ranks=2), _item(TIER("test"), ranks=4)
-    long, together = _item(file=B), _item(pytest.mark.together, file=B)
-    items = [quick, late, ranks, together, long]
+    long, last = _item(file=B), _item(file=B)
+    items = [quick, late, long, ranks, last]
     run = TierRun(config)
-    run.known = {f"{B}::test_a": 20.0}
+    run.known = {f"{A}::test_a": 4.0, f"{B}::test_a": 5.0}  # without the later test, B is the longer one
     list(run.pytest_collection_modifyitems(config, items))
-    assert items == [together, long, ranks, quick] and left == [late] and set(+run.later) == {"all"}
-    assert [dict(each.user_properties)["tier"] for each in items] == ["check", "check", "test", "check"]
+    assert items == [long, last, quick, ranks] and left == [late] and run.later == {"all": 4.0}
+    assert [dict(each.user_properties)["tier"] for each in items] == ["check", "check", "check", "test"]
 
 
 def test_a_change_reaches_what_extends_it() -> None:

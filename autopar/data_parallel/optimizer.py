@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -140,7 +140,7 @@ class ParallelStep:
                     f"a parameter of shape {list(parameter.shape)} in {type(self.optimizer).__name__} is not a "
                     f"parameter of {type(self.model).__name__}\n  Make or replace parameters before autopar.initialize."
                 )
-        plans = {parameter: self._plan_of(names[parameter]) for parameter in new}
+        plans = {p: self.plan.tensors.get(self.plan.names.get(names[p], names[p])) for p in new}
         groups = [group for group in self.optimizer.param_groups if not plans.keys().isdisjoint(group["params"])]
         ways = [check_group(self.optimizer, group, self._config) for group in groups]
         self.names.update((parameter, names[parameter]) for parameter in new)
@@ -203,9 +203,6 @@ class ParallelStep:
         for axis, theirs in self._by_axis(owned).items():
             broadcast([(p.data, self._owners[p] or 0) for p in theirs], axis)
 
-    def _plan_of(self, name: str) -> TensorPlan | None:
-        return self.plan.tensors.get(self.plan.names.get(name, name))
-
     def keeps_state(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank keeps the optimizer's state of ``parameter``."""
         return self.owns(parameter) and (parameter not in self.whole or self.whole.steps_here(parameter))
@@ -262,9 +259,10 @@ class ParallelStep:
     @torch.no_grad()
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.update()
-        self._refuse_unreduced()
         self._weights, self.muon.taken = {}, {}  # drop the tensors of a step that raised
         with self._together(range(self.mpu.world_size)):
+            if self.reduces:
+                self._refuse_unreduced()
             overflow = self._agree()
             multiplier = 1.0 if overflow else self._multiplier()
         self._used_scale = 0.0
@@ -315,20 +313,23 @@ class ParallelStep:
         self.publish()
 
     def _refuse_unreduced(self) -> None:
-        """Raise ConsistencyError if this rank has a gradient that only its owner has after it is averaged."""
+        """Raise ConsistencyError if a rank has a gradient that only its owner has after averaging. A collective."""
         left = [self.names[p] for p in self.owners() if p.grad is not None and not self.owns(p)]
-        if left:
+        found = torch.tensor(len(left), device="cpu")  # over gloo, so that the host does not wait for a GPU
+        all_reduce(found, dist.ReduceOp.MAX, group=self.mpu.control)
+        if found:
+            everyone = [left] * self.mpu.world_size
+            dist.all_gather_object(everyone, left, group=self.mpu.control)
+            rank, names = next((rank, names) for rank, names in enumerate(everyone) if names)
             raise ConsistencyError(
                 "gradients were not averaged by autopar; expected only the owner's with zero.reduce_scatter\n"
-                f"  Rank {self.mpu.rank} has {len(left)} that it does not own, first of {left[0]}. Average with "
+                f"  Rank {rank} has {len(names)} that it does not own, first of {names[0]}. Average with "
                 "autopar.average_in_backward(model)\n  or autopar.average_gradients(model), without a wrapper."
             )
 
-    @contextmanager
-    def _together(self, ranks: Sequence[int]) -> Iterator[None]:
+    def _together(self, ranks: Sequence[int]) -> AbstractContextManager[None]:
         """Limit the collectives of ``ranks`` in the block to ``pipeline.timeout``, and name the failed rank."""
-        with self._failures.deadline(), self._failures.blame("optimizer.step()", ranks):
-            yield
+        return self._failures.wait("optimizer.step()", ranks)
 
     def _agree(self) -> bool:
         """Return whether fp16 gradients overflowed on some rank. One collective. An unscaled loss raises."""
@@ -414,8 +415,7 @@ class ParallelStep:
         saved, self._saved = self._saved, {}
         ours = saved.get("autopar") or {}
         for index, parameter in self._indexed().items():
-            keeps = self.keeps_state(parameter)
-            if not keeps:
+            if not (keeps := self.keeps_state(parameter)):
                 optimizer.state.pop(parameter, None)
             weight = self.master(parameter) if self.owns(parameter) else None
             move_state(optimizer, parameter, self.host)

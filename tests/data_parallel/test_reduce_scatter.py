@@ -156,7 +156,15 @@ def test_gradients_that_were_averaged_otherwise_are_refused() -> None:
     DistributedDataParallel(model)(**batch(model, 0)).loss.backward()
     with raises_everywhere(ConsistencyError, "gradients were not averaged by autopar"):
         optimizer.step()
-    autopar.average_gradients(model)
+    optimizer.zero_grad()
+    with autopar.average_in_backward(model):
+        model(**batch(model, 0)).loss.backward()
+    parameter = next(p for p, owner in optimizer._autopar.owners().items() if owner == 0)
+    if dist.get_rank() == 1:
+        parameter.grad = torch.zeros_like(parameter)
+    place = f"Rank 1 has 1 that it does not own, first of {optimizer._autopar.names[parameter]}."
+    with raises_everywhere(ConsistencyError, "gradients were not averaged by autopar", place):
+        optimizer.step()
     loss = model(**batch(model, 1)).loss
     with raises_everywhere(ConsistencyError, "were averaged twice"), autopar.average_in_backward(model):
         loss.backward()

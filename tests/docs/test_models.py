@@ -1,6 +1,6 @@
 """The table of model types in docs/models.md is complete, and the pages state their number correctly.
 
-UPDATE_DOCS=1 python -m pytest tests/docs/test_models.py      writes the table
+UPDATE_DOCS=1 python -m pytest tests/docs/test_models.py      writes the table and the numbers
 """
 
 import re
@@ -11,7 +11,7 @@ import yaml
 
 from autopar.policy.load import own_policies
 from autopar.policy.match import supported_model_types
-from tests.docs.pages import DOCS, README, same
+from tests.docs.pages import DOCS, README, ROOT, same
 from tests.random_models import auto_heads, of_type
 
 PAGE = DOCS / "models.md"
@@ -48,10 +48,13 @@ def tasks(types: list[str]) -> list[str]:
 
 
 def test_pages_count_right() -> None:
-    whole = [kind for kind in supported_model_types() if not of_type(kind).inside]
-    stated = [re.findall(r"(\d+) model types", page.read_text()) for page in (README, PAGE)]
-    assert all(stated)
-    assert {int(number) for found in stated for number in found} == {len(whole)}
+    count = sum(not of_type(kind).inside for kind in supported_model_types())
+    more = (DOCS / "long-sequences.md", DOCS / "sequence-parallel.md", ROOT / "tests" / "README.md")
+    for page in (README, PAGE, *more):
+        number = r"((?:of the|of all|for|lists) \[?)\d+(?= model types)|(model types with tensor parallelism \| )\d+"
+        changed, found = re.subn(number, lambda match: f"{match[1] or match[2]}{count}", page.read_text())
+        assert found, page
+        same(page, changed)
 
 
 def test_the_table_is_complete() -> None:

@@ -1,6 +1,6 @@
 """Pick the tests of a tier, order them, print what they took, and fail a tier that exceeds its seconds.
 
-Long tests come first, then tests over most ranks; pytest-xdist gives each worker the next one.
+The files that take longest come first; pytest-xdist gives each worker the next file, so that its set-up runs once.
 """
 
 import json
@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from tests.harness import worlds
-from tests.harness.tiers import TIERS, beyond, never_met, ranks_of, tier_of, up_to
+from tests.harness.tiers import TIERS, beyond, never_met, tier_of, up_to
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 _LEAST = 0.05  # seconds: shorter tests are not recorded
-_LONG = 10.0  # seconds: no worker should start such a test at the end of a run
 _GROWN = 1.2  # a tier may exceed its seconds by a fifth
 
 
@@ -44,10 +43,6 @@ class TierRun:
         self.grown: list[str] = []
         self.start = time.monotonic()
 
-    def pytest_itemcollected(self, item: pytest.Item) -> None:
-        if item.get_closest_marker("together"):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0].replace("/", ".")))
-
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
         if self.tier is not None and not any("::" in each for each in config.args):
@@ -60,27 +55,24 @@ class TierRun:
         after = config.getoption("--after")
         wanted = up_to(self.tier or "sweep")[len(up_to(after)) if after else 0 :]
         late = beyond(items, self._seconds)
-        taken, left = [], []
+        taken, left, of_file = [], [], Counter[str]()
         for item in items:
             tier = "sweep" if item.nodeid in late else tier_of(item)
             item.user_properties.append(("tier", tier))
             (taken if tier in wanted else left).append(item)
-            self.later[tier] += 0 if tier in wanted else self._seconds(item)
+            (of_file if tier in wanted else self.later)[_file_of(item) if tier in wanted else tier] += self._seconds(
+                item
+            )
         if left:
             config.hook.pytest_deselected(items=left)
         if self.tier is not None:
-            taken.sort(key=self._turn)
+            taken.sort(key=lambda item: (-of_file[_file_of(item)], _file_of(item)))
             if (seed := config.getoption("--seed")) is not None:
                 random.Random(seed).shuffle(taken)
         items[:] = taken
 
     def _seconds(self, item: pytest.Item) -> float:
         return self.known.get(function_of(item.nodeid), 0.02 if tier_of(item) == "check" else 2.0)
-
-    def _turn(self, item: pytest.Item) -> tuple[float, int, str]:
-        """Return the sort key: long tests by their seconds, then most ranks, then files one after the other."""
-        seconds, together = self._seconds(item), item.get_closest_marker("together") is not None
-        return -max(seconds, _LONG) if together or seconds > _LONG else 0.0, -ranks_of(item), item.nodeid.split("::")[0]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -124,8 +116,12 @@ class TierRun:
 
 
 def function_of(nodeid: str) -> str:
-    """Return the node id without parameters, and without the group that pytest-xdist appends."""
-    return nodeid.partition("[")[0].partition("@")[0]
+    """Return the node id without parameters."""
+    return nodeid.partition("[")[0]
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def read_durations(file: Path = DURATIONS) -> dict[str, float]:

@@ -51,9 +51,6 @@ def model_of(name):
     return mixtral(vocab_size=131) if "mixture" in name else llama()
 
 
-pytestmark = pytest.mark.together  # what one process trains is made once
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("one-process")

@@ -24,9 +24,6 @@ def adapted(seed=0, **changes):
     return with_lora(llama(seed, **changes), target_modules="all-linear", modules_to_save=["lm_head"])
 
 
-pytestmark = pytest.mark.together  # what one process trains is made once
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("one-process")

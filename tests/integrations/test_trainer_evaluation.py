@@ -24,9 +24,6 @@ KINDS = {
 }
 
 
-pytestmark = pytest.mark.together  # what one process trains is made once
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("evaluation")

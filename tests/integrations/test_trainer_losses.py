@@ -18,7 +18,6 @@ from tests.random_models import small
 from tests.small import llama
 
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.together  # what one process trains is made once
 
 
 def bert(kind: str) -> Any:

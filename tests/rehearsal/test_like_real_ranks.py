@@ -29,7 +29,7 @@ def of_program(parts: list[tuple[str, Call]], *, routed: bool) -> list[tuple[str
         objects = call.dtype == "uint8" and call.kind in ("all_gather", "broadcast")
         rows = routed and bool(call.splits)  # as many as the routers say
         states = "state_passing.py" in call.where
-        of_gloo = states and call.kind == "all_gather"  # which number the pass has: nccl has no tags
+        of_gloo = states and call.kind == "all_reduce"  # which number the pass has: nccl has no tags
         if part != "initialize" and call.kind != "new_group" and not of_gloo:
             splits, sizes = () if rows else call.splits, () if rows or objects else call.sizes
             group = Group("pp control", call.group.ranks) if call.group.name.startswith("pp ") else call.group

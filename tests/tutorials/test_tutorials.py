@@ -60,7 +60,7 @@ def run(processes: int, folder: Path) -> dict[str, str]:
     return {name: (folder / f"{name}.out").read_text() for name in jobs}
 
 
-pytestmark = [pytest.mark.tier("all"), pytest.mark.together]  # one set-up runs all scripts, each in a minute or less
+pytestmark = pytest.mark.tier("all")  # one set-up runs all scripts, each in a minute or less
 
 Runs = Callable[[int], dict[str, str]]
 
