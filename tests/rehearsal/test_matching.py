@@ -1,7 +1,7 @@
 """Planted faults in the traces of four ranks are found, with the ranks; processes that wait for each other."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +9,6 @@ import torch
 
 import autopar
 from autopar.tools.rehearsal.matching import blocked_calls, differences, stuck
-from autopar.tools.rehearsal.simulated_ranks import DeadlockDetector
 from autopar.tools.rehearsal.trace import Call, Group
 from tests.rehearsal.programs import CASES, config_of
 
@@ -176,28 +175,7 @@ def test_messages_in_another_order_and_rows_that_nobody_takes() -> None:
     assert list(differences({0: [call], 1: [call._replace(splits=((2, 2), (1, 2)))]}, lambda ranks: ranks)) == []
 
 
-def test_a_deadlock_and_who_is_named_first() -> None:
-    deadlock = DeadlockDetector([0, 4, 8])
-    with deadlock.waits(0), deadlock.waits(4):
-        assert not deadlock.detected(), "8 still runs"
-        with deadlock.waits(8):
-            assert deadlock.detected()
-            deadlock.sends(8)
-            assert not deadlock.detected(), "a message is in transit"
-            deadlock.takes(4)
-            assert deadlock.detected()
-
-    deadlock = DeadlockDetector([0, 1])
-
-    class Looked(list[int]):
-        def __iter__(self) -> Iterator[int]:  # behind the first look at the counts, while 1 is seen to wait
-            deadlock.sends(0)
-            deadlock.takes(1)
-            return super().__iter__()
-
-    deadlock._waiting = Looked([1, 1])  # type: ignore[assignment]
-    assert not deadlock.detected()
-
+def test_the_call_with_the_fewest_ranks_is_named_first() -> None:
     given = Group("world", (0, 1, 2)), ((3,),), "float32"
     one, other = (Call(kind, *given, where="a.py:1") for kind in ("barrier", "gather"))
     assert blocked_calls({0: one, 1: other, 2: one}) == [
