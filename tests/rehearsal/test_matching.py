@@ -10,7 +10,7 @@ import torch
 import autopar
 from autopar.tools.rehearsal.matching import blocked_calls, differences, stuck
 from autopar.tools.rehearsal.trace import Call, Group
-from tests.rehearsal.programs import CASES, config_of
+from tests.rehearsal.programs import BATCH, CASES, SEQUENCE, config_of
 
 Traces = dict[int, list[Call]]
 Change = Callable[[list[Call]], list[Call]]
@@ -21,7 +21,7 @@ def traces() -> Traces:
     case = CASES["pp x tp"]
     with torch.device("meta"):
         model: Any = case.build()
-    found = autopar.rehearse(model, config_of(case), 4, batch=case.batch, sequence=case.sequence)
+    found = autopar.rehearse(model, config_of(case), 4, batch=BATCH, sequence=SEQUENCE)
     return {rank: [call for _, call in parts] for rank, parts in found.traces.items()}
 
 
