@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
@@ -25,17 +26,7 @@ from tests.small import llama
 
 BATCH = 4
 SETTINGS = {"experts_implementation": "batched_mm"}  # the grouped one has no fp32 without data
-SHARED = {
-    "ep 2 of 4": {"ep": 2},
-    "ep 2 of 4, ZeRO-1": {"ep": 2, "zero": {"stage": 1}},
-    "ep 4, ZeRO-1, bf16": {"ep": 4, "zero": {"stage": 1}, "precision": {"dtype": "bf16"}},
-    "tp 2, ep 4": {"tp": 2, "ep": 4, "zero": {"stage": 1}},
-    "pp 2, ep 2": {"pp": 2, "ep": 2, "zero": {"stage": 1}},
-    "cp 2, ep 2, ZeRO-1": {"cp": 2, "ep": 2, "zero": {"stage": 1}},
-    "ep 2 of 4, ZeRO-3": {"ep": 2, "zero": {"stage": 3}},
-    "ep 4, ZeRO-3, bf16": {"ep": 4, "zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
-    "tp 2, ep 4, ZeRO-3": {"tp": 2, "ep": 4, "zero": {"stage": 3}},
-}
+SHARED = yaml.safe_load(Path(__file__).with_name("meshes.yaml").read_text())["experts over four ranks"]
 
 
 @pytest.mark.parametrize("mesh", SHARED)
