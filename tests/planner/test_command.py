@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -12,29 +11,16 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
+from tests.planner.command import planned, run, saved, sizes
 from tests.small import llama
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["command"]
-SIZES = ("--gpus", 4, "--sequence", 64, "--global-batch", 8, "--gpu-memory", 1.6)
+SIZES = sizes(64)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    llama(num_hidden_layers=4).config.save_pretrained(tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "architectures": ["LlamaForCausalLM"]}))
-    return path.parent
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
-
-
-def planned(*arguments: object) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return saved(llama(num_hidden_layers=4), tmp_path / "model")
 
 
 def test_tables_and_files(folder: Path, tmp_path: Path) -> None:
@@ -104,8 +90,8 @@ def test_machines_by_name_and_number(folder: Path) -> None:
 
 
 def test_meshes_that_cross_nodes_are_named_and_those_that_are_asked_for_are_all_that_is_tried(folder: Path) -> None:
-    sizes = ("--gpus", 30, "--sequence", 64, "--global-batch", 30)
-    found = planned(folder, *sizes, "--zero", 0, "--no-checkpointing")
+    many = ("--gpus", 30, "--sequence", 64, "--global-batch", 30)
+    found = planned(folder, *many, "--zero", 0, "--no-checkpointing")
     assert {best["tp"] for best in found["best"]} <= {1, 2}
     assert any(line.endswith("tensor-parallel groups would cross nodes, of 8 GPUs each") for line in found["rejected"])
     found = planned(folder, *SIZES, "--zero", 1, "--checkpointing")
@@ -135,8 +121,8 @@ def test_what_is_refused(folder: Path, arguments: tuple[str, str], message: str)
 
 
 def test_where_nothing_fits_the_memory_of_the_cpu_is_named(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-    LlamaConfig(**sizes, vocab_size=32000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    layers = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    LlamaConfig(**layers, vocab_size=32000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     common = (tmp_path, "--sequence", 2048, "--global-batch", 8, "--no-checkpointing")
     one = " ".join(run(*common, "--gpus", 1).output.split())
     assert "fits with zero.optimizer_offload: 55 GB, 81 GB in the CPU's memory, and about" in one

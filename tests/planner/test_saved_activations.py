@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AlbertForMaskedLM, BertForMaskedLM, MixtralConfig, MixtralForCausalLM
+from transformers import AlbertForMaskedLM, BertForMaskedLM
 
 import autopar
 from autopar.pipeline_parallel.engine import Engine
@@ -14,7 +14,7 @@ from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.planned_model import PlannedModel
 from tests.harness.tiers import mainly
 from tests.harness.worlds import pooled
-from tests.planner.saved_bytes import SavedBytes
+from tests.planner.saved_bytes import SavedBytes, mixtral
 from tests.random_models import small
 from tests.small import gpt2, llama
 
@@ -34,13 +34,6 @@ def _t5() -> Any:
     model = small("t5", "T5ForConditionalGeneration")
     model.set_attn_implementation("eager")
     return model
-
-
-def _mixtral() -> Any:
-    """Sizes that the grouped product takes, on two ranks too."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=131, **sizes, num_hidden_layers=2, num_local_experts=5)
-    return MixtralForCausalLM._from_config(config)
 
 
 def _inputs(model: Any, batch: int) -> dict[str, Any]:
@@ -66,7 +59,7 @@ def _kept_is_as_planned(build: Any, batch: int = BATCH, schedule: str = "1f1b", 
 
 
 RECOMPUTED = {"activation_checkpointing": {"enable": True}}
-MODELS = [gpt2, llama, _bert, _albert, _bart, _t5, _mixtral, _phi3]
+MODELS = [gpt2, llama, _bert, _albert, _bart, _t5, mixtral, _phi3]
 TP: dict[str, Any] = {"tp": 2}
 CP: dict[str, Any] = {"cp": 2}
 PP: dict[str, Any] = {"pp": 2}
@@ -99,19 +92,19 @@ def test_of_tensor_parallel_ranks_in_parts() -> None:
         _kept_is_as_planned(build, **PP, loss={"chunk": 8})
         _kept_is_as_planned(build, **TP, **RECOMPUTED)
     _kept_is_as_planned(llama, **TP, **ROWS)
-    _kept_is_as_planned(_mixtral, **TP, precision={"dtype": "bf16"})
+    _kept_is_as_planned(mixtral, **TP, precision={"dtype": "bf16"})
 
 
 SAVES = [["attention"], ["matmuls"], ["collectives"], ["attention", "collectives", "matmuls"]]
 
 
 @pytest.mark.tier("test", only=("save3-llama",))
-@pytest.mark.parametrize("build", mainly(llama, gpt2, _bert, _phi3, _mixtral, later="sweep"))
+@pytest.mark.parametrize("build", mainly(llama, gpt2, _bert, _phi3, mixtral, later="sweep"))
 @pytest.mark.parametrize("save", SAVES)
 @pooled(world_size=2)
 def test_of_blocks_that_keep_some_of_their_forward(save: list[str], build: Any) -> None:
     section = {"activation_checkpointing": {"save": save}}
-    if build is not _mixtral or "collectives" not in save:
+    if build is not mixtral or "collectives" not in save:
         _kept_is_as_planned(build, **PP, **section)
     _kept_is_as_planned(build, **TP, **section)
     if build is llama:
@@ -141,7 +134,7 @@ def test_attention_that_drops_weights_is_computed_again() -> None:
 
 
 @pytest.mark.tier("test", only=("gpt2",))
-@pytest.mark.parametrize("build", [gpt2, llama, _bert, _bart, _t5, _mixtral])
+@pytest.mark.parametrize("build", [gpt2, llama, _bert, _bart, _t5, mixtral])
 @pooled(world_size=2)
 def test_of_stages(build: Any) -> None:
     _kept_is_as_planned(build, **PP)
@@ -171,7 +164,7 @@ def test_of_four_ranks() -> None:
         _kept_is_as_planned(_deep_gpt2, **TP, **PP, schedule=schedule)
     _kept_is_as_planned(_deep_llama, **TP, **PP, **ROWS)
     _kept_is_as_planned(_deep_llama, **CP, **PP)
-    _kept_is_as_planned(_mixtral, **TP, **CP)
+    _kept_is_as_planned(mixtral, **TP, **CP)
     _kept_is_as_planned(_deep_llama, batch=8, pp=4, schedule="zero-bubble")
 
 
