@@ -200,17 +200,6 @@ def test_a_module_that_is_no_hugging_face_model(tmp_path: Path, monkeypatch: pyt
     assert "has no 'match', so --model is required" in fails("check", "mine.yaml").stderr
 
 
-@pytest.mark.parametrize(("arguments", "told"), DATA["not_models"])
-def test_what_is_no_model(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, text in {"broken": "{", "unknown": '{"model_type": "my_model"}'}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(text)
-    result = fails("check", *arguments)
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and told in result.stderr, result.stderr
-
-
 def test_the_list_of_model_types() -> None:
     listed = of(run("list", "--json"))
     assert listed.keys() == supported_model_types().keys()

@@ -1,6 +1,5 @@
 """``autopar plan``: its tables, its JSON, the files that it writes, and what it refuses."""
 
-import json
 import re
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from autopar.cli import app
 from tests.planner.command import planned, run, saved, sizes
 from tests.small import llama
 
-REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["command"]
 SIZES = sizes(64)
 
 
@@ -109,15 +107,6 @@ def test_nothing_fits_or_the_model_is_nowhere(folder: Path, tmp_path: Path) -> N
     result = run("nobody/nothing", *SIZES)
     assert result.exit_code == 1
     assert "'nobody/nothing' is not a folder with a config.json, and its config cannot be read" in result.stderr
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_what_is_refused(folder: Path, arguments: tuple[str, str], message: str) -> None:
-    result = run(folder, *SIZES, *arguments)
-    assert result.exit_code == 1
-    assert message in result.stderr, result.stderr
-    result = run(folder, *SIZES, *arguments, "--json")
-    assert message in json.loads(result.stdout)["error"]["message"]
 
 
 def test_where_nothing_fits_the_memory_of_the_cpu_is_named(tmp_path: Path) -> None:

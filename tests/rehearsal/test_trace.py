@@ -136,19 +136,6 @@ def test_an_attempt_of_an_elastic_job_has_a_folder_of_its_own(tmp_path: Path) ->
     assert str(read(file.parent)[0][0]) == "all_reduce (max) over world [3] float32"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--trace", "nowhere/step.json"], "--trace nowhere/step.json: the folder nowhere does not exist"),
-        (["--config", "c.yaml", "--zero", "1"], "--config c.yaml is not supported with --tp, --pp, --cp, --ep"),
-        (["--optimizer", "lion"], "optimizer must be one of adamw, adam, sgd, sgd-momentum, muon, or a function; got"),
-    ],
-)
-def test_what_comes_last_is_checked_first(arguments: list[str], text: str) -> None:
-    result = CliRunner().invoke(app, ["rehearse", "llama", "--gpus", "8", *arguments])
-    assert result.exit_code == 1 and text in result.stderr
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_rank_that_traces_alone_takes_no_other_way() -> None:

@@ -100,7 +100,7 @@ FAULTS = [
     # -- the policy ---------------------------------------------------------------------------------------------------
     Fault("fused q, k, v as one block", QKV, policy=(("[heads, heads, heads]", "[heads]"),)),
     Fault("keys and values in one block", QKV, policy=(("[heads, heads, heads]", "[heads, heads * 8]"),)),
-    *(Fault(name, policy=((old, new),), refused=refused) for name, old, new, refused in REFUSED["policy"]),
+    *(Fault(name, policy=((old, new),), refused=refused) for name, old, new, refused in REFUSED),
     # -- what a layer computes ----------------------------------------------------------------------------------------
     in_forward("a missing all-reduce behind a row", f"{MLP1}.c_proj", p.row_without_sum),
     in_forward("a missing all-reduce behind attention", f"{ATTN0}.c_proj", p.row_without_sum),

@@ -16,15 +16,6 @@ from autopar.tools.verification.verify import checks_of, run_on_ranks, verify_on
 from tests.harness.tiers import mainly
 from tests.harness.worlds import pooled
 from tests.random_models import batches, build, cases
-from tests.verification.faults import REFUSED
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED["command"])
-def test_errors_are_one_line(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["verify", *arguments])
-    assert result.exit_code == 1 and result.stdout == ""
-    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
-
 
 _SCRIPT = """
 import torch
