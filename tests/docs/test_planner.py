@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
+from autopar.tools.commands.models import add_lora
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
@@ -38,12 +39,7 @@ ROWS = ["7 B", *in_tier("sweep", ["1 B", "13 B", "70 B"])]
 def llama(size: str, *, lora: bool, dtype: torch.dtype = torch.float32) -> Any:
     with autopar.lazy_init():
         model = AutoModelForCausalLM.from_config(LlamaConfig(**DATA["sizes"][size]), dtype=dtype)
-    if not lora:
-        return model
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
-    )
+    return add_lora(model, 16) if lora else model
 
 
 def cells(row: str) -> Iterator[str]:
