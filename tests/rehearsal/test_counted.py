@@ -13,9 +13,9 @@ import autopar
 from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.tools.planner import estimate, network
-from autopar.tools.planner.candidate import Candidate
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
+from autopar.tools.planner.memory_plan import candidate_of
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.rehearsal.run import Rehearsal, _hidden
 from autopar.tools.rehearsal.timeline import Slot, Timeline, Work, chrome_trace, play
@@ -40,14 +40,6 @@ def estimator_of(kind: str, parsed: ParallelConfig) -> Estimator:
     return Estimator(planned, find_node("dgx-h100"), given=parsed)
 
 
-def candidate_of(parsed: ParallelConfig, world: int) -> Candidate:
-    size = parsed.pipeline.microbatch_size or BATCH
-    mesh = (parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.data_parallel_size(world))
-    settings = (parsed.pipeline.schedule, size, BATCH // size, parsed.zero_stage, parsed.activation_checkpointing)
-    sizes = {"cp": parsed.context_parallel_size, "ep": parsed.expert_parallel_size}
-    return Candidate(*mesh, *settings, sequence_parallel=parsed.sequence_parallel, **sizes)
-
-
 def sent(found: Rehearsal) -> dict[str, int]:
     """Bytes by the planner's axes: all copies of a weight are its dp."""
     sums = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0)
@@ -63,7 +55,7 @@ def test_bytes_and_states_are_the_planners(name: str) -> None:
     parsed = ParallelConfig.parse(config, world)
     found = autopar.rehearse(build(kind), config, world, batch=BATCH, sequence=SEQUENCE, gpu="h100")
     assert found.problems == []
-    estimate = estimator_of(kind, parsed).estimate(candidate_of(parsed, world))
+    estimate = estimator_of(kind, parsed).estimate(candidate_of(parsed, parsed.data_parallel_size(world), BATCH))
     assert sent(found) == dict(estimate.bytes)
     for rank, held in found.held.items():
         planned = estimate.memory[found.coordinates[rank][0]]
