@@ -26,7 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.compat.c10d import fake_worlds
 from autopar.compat.tensors import no_dispatch_modes
-from autopar.tools.compat.operators import FakeWork, ProcessGroup, tensors_in
+from autopar.tensor_tracking import tensors_in
+from autopar.tools.compat.operators import FakeWork, ProcessGroup
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:

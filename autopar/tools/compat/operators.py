@@ -85,13 +85,6 @@ def in_parts(types: Any) -> bool:
     return any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types)
 
 
-def tensors_in(argument: Any) -> list[torch.Tensor]:
-    """Return the tensors of an operator's argument, which may be lists of lists."""
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    return [x for each in argument for x in tensors_in(each)] if isinstance(argument, list | tuple) else []
-
-
 def done(out: list[torch.Tensor] | None = None, handle: FakeWork | None = None) -> Any:
     """Return the boxed handle of a finished collective, with its result ``out`` for ``DistributedDataParallel``."""
     if out is None:

@@ -22,7 +22,8 @@ from autopar.compat.tensors import no_dispatch_modes
 from autopar.distributed.axis import MeshSizes
 from autopar.distributed.mesh import rank_groups
 from autopar.plan.plan import Plan
-from autopar.tools.compat.operators import FakeWork, Operator, done, tensors_in
+from autopar.tensor_tracking import tensors_in
+from autopar.tools.compat.operators import FakeWork, Operator, done
 from autopar.tools.rehearsal.trace import Call, Group
 
 _FEW = 8  # a world, or a product of tp, cp and dp, up to this size is rehearsed in full
@@ -232,7 +233,7 @@ class Answers:
 
     def __call__(self, operator: Operator, call: Call, args: tuple[Any, ...]) -> Any:
         """Run a collective. Tensors without memory need no exchange."""
-        out, given = tensors_in(args[operator.out]), tensors_in(args[operator.given])
+        out, given = (list(tensors_in(args[place])) for place in (operator.out, operator.given))
         if call.kind == "recv" and call.peer < 0:
             raise RuntimeError(f"In a rehearsal a receiver must name a sender; got {call}: {call.where}")
         check_sizes(call, call.group.ranks.index(self._rank), out, given)
