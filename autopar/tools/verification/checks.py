@@ -34,6 +34,7 @@ from autopar.plan.tensors import followed_form
 from autopar.storage.progress import hidden_bars
 from autopar.stored import stored_weights
 from autopar.tensor_tracking import TensorTracking, tensors_in
+from autopar.tools.derivation.trace import running
 from autopar.tools.verification.outputs import (
     OF_GRADIENTS,
     Distance,
@@ -48,7 +49,7 @@ from autopar.tools.verification.outputs import (
     same_floats,
     size_of_loss,
 )
-from autopar.tools.verification.recording import recording_of, running
+from autopar.tools.verification.recording import recording_of
 from autopar.tools.verification.report import RankMemory, Row
 from autopar.tools.verification.session import Session, switched_on
 
