@@ -48,7 +48,7 @@ class _OneMesh(Space):
 
 
 @cache
-def _estimator(model: str, node: str, figures: tuple[tuple[str, float], ...], sequence: int, lora: int) -> Estimator:
+def estimator_of(model: str, node: str, figures: tuple[tuple[str, float], ...], sequence: int, lora: int) -> Estimator:
     row = _DATA["models"][model]
     with autopar.lazy_init():
         built = AutoModelForCausalLM.from_config(_config(row, sequence), dtype=torch.bfloat16)
@@ -104,7 +104,7 @@ def outcome(name: str) -> Outcome:
     """Plan a published run."""
     run = RUNS[name]
     figures = tuple(run.get("figures", {}).items())
-    estimator = _estimator(run["model"], run["node"], figures, run["sequence"], run.get("lora", 0))
+    estimator = estimator_of(run["model"], run["node"], figures, run["sequence"], run.get("lora", 0))
     recompute = {"full": True, "none": False}.get(run.get("recompute", ""))
     sizes = (run["gpus"], estimator.node.gpus, run["batch"])
     tp, cp, pp, dp = run["mesh"]

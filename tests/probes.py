@@ -107,8 +107,8 @@ def _muon_step() -> bool:
 
 
 def _operators_of_collectives() -> bool:
-    tables = {"c10d": operators.OPERATORS, "_c10d_functional": operators.FUNCTIONAL}
-    rows = [(getattr(getattr(torch.ops, kind), name), row) for kind in tables for name, row in tables[kind].items()]
+    kinds = ("c10d", "_c10d_functional")
+    rows = [(getattr(getattr(torch.ops, k), name), row) for k in kinds for name, row in operators.TABLES[k].items()]
     places = all("group" in operator.default._schema.arguments[row.group].name for operator, row in rows)
     reduced = [operator.default._schema.arguments[row.reduction] for operator, row in rows if row.reduction >= 0]
     given = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters]

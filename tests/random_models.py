@@ -1,15 +1,14 @@
 """Small random models of every model type that a policy lists, one per task head, and inputs for them."""
 
 import functools
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
-from transformers.models.auto import modeling_auto
 
+from autopar.tools.commands.models import classes_of
 from autopar.tools.verification.session import switch_off
 from autopar.tools.verification.small_models import randomise
 from tests.zoo.configs import fields_of, plain_fields, with_sizes
@@ -51,33 +50,10 @@ def kind(head: str) -> str | None:
     return head_kind(head)
 
 
-def auto_heads(model_type: str) -> set[str]:
-    """Names of the classes that transformers' auto classes make for a model type."""
-    found: set[str] = set()
-    for name, table in vars(modeling_auto).items():
-        if name.endswith("_MAPPING_NAMES") and name != "CONFIG_MAPPING_NAMES":
-            listed = table.get(model_type, ())
-            found |= {listed} if isinstance(listed, str) else set(listed)
-    return found
-
-
 @functools.cache
 def heads_of(model_type: str) -> dict[str, type[PreTrainedModel]]:
     """Every class of transformers whose config is of this model type, by name."""
-    import transformers
-
-    config_class = CONFIG_MAPPING[model_type]
-    found = {name: getattr(transformers, name) for name in auto_heads(model_type) if hasattr(transformers, name)}
-    try:
-        module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
-    except ModuleNotFoundError:  # the model type uses another one's classes
-        return found
-    for name, member in vars(module).items():
-        if not (isinstance(member, type) and issubclass(member, PreTrainedModel)) or name.endswith("PreTrainedModel"):
-            continue
-        if member.__module__ == module.__name__ and member.config_class is config_class:
-            found[name] = member
-    return found
+    return classes_of(model_type, CONFIG_MAPPING[model_type])
 
 
 def cases(model_type: str, excluded: frozenset[str] = frozenset()) -> list[Case]:

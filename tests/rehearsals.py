@@ -2,22 +2,17 @@
 
 import copy
 import functools
+import io
 import pickle
-from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from autopar.dry_run import plan_model
 from autopar.features.context_parallel import plan as context_parallel
 from autopar.features.sequence_parallel import plan as sequence_parallel
-
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_OWN = frozenset(vars(nn.Module()))
-_HOOKS = tuple(name for name in _OWN if "hooks" in name and isinstance(vars(nn.Module())[name], dict))
 
 
 class _Unknown(Exception):
@@ -59,44 +54,25 @@ def _of_rows(model: nn.Module, policy: Any, prefix: str, ranks: int) -> Any:
     return _form(model), repr(policy), prefix, ranks
 
 
-def _form(model: nn.Module) -> Any:
+class _Form(pickle.Pickler):
+    """Pickles tensors as their forms, and tied ones as one."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._seen: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        place = self._seen.setdefault(id(value), len(self._seen))
+        return place, type(value), tuple(value.shape), value.dtype, value.requires_grad
+
+
+def _form(model: nn.Module) -> bytes:
     """All that a dry run can read of a model."""
-    parts: list[Any] = [torch.get_default_dtype()]
-    seen: dict[int, int] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        parts.append((path, type(module), type(module).forward, *_attributes(module)))
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                place = seen.setdefault(id(tensor), len(seen))  # tied ones have the same
-                parts.append((name, type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, place))
-    return tuple(parts)
-
-
-def _attributes(module: nn.Module) -> Iterator[Any]:
-    state = vars(module)
-    if any(state[name] for name in _HOOKS):
-        raise _Unknown
-    for name, value in state.items():
-        if name in _OWN and name != "training":
-            continue
-        if isinstance(value, PretrainedConfig):
-            yield name, _pickled(vars(value))
-        elif isinstance(value, _PLAIN):
-            yield name, type(value), value
-        elif isinstance(value, FunctionType | MethodType):
-            if name == "forward" or value.__module__.partition(".")[0] not in ("torch", "transformers"):
-                raise _Unknown
-            yield name, value.__module__, value.__qualname__
-        elif isinstance(value, torch.Tensor):
-            yield name, tuple(value.shape), value.dtype
-        elif isinstance(value, nn.Module):
-            yield name, type(value)
-        else:
-            yield name, _pickled(value)
-
-
-def _pickled(value: Any) -> bytes:
+    file, forwards = io.BytesIO(), [type(module).forward for module in model.modules()]
     try:
-        return pickle.dumps(value)
-    except Exception as error:
+        _Form(file).dump((torch.get_default_dtype(), forwards, model))
+    except Exception as error:  # a function or a class without a name
         raise _Unknown from error
+    return file.getvalue()

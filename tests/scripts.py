@@ -30,7 +30,8 @@ def printed(*arguments: object, folder: Path | None = None, **variables: str) ->
     return done.stdout
 
 
-def torchrun(folder: Path, script: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    """Run a script on so many ranks."""
+def torchrun(folder: Path, script: str, ranks: int, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script on so many ranks, with environment variables."""
     (folder / "train.py").write_text(script)
-    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, folder / "train.py")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    return python(*launcher, ranks, folder / "train.py", **variables)

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from autopar.cli import app
 from autopar.cli.checkpoints import in_words
 from autopar.cli.tables import size
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
+from tests.derivation import odd_model
+from tests.planner.command import saved
 from tests.scripts import python
+from tests.small import llama
 
 ERRORS = yaml.safe_load(Path(__file__).with_name("cli_errors.yaml").read_text())
 
@@ -69,18 +73,29 @@ def test_merge_options(ckpt, tmp_path):
     assert sorted(os.listdir(merged)) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize(("arguments", "message"), ERRORS)
-def test_errors_are_one_line_or_json_without_traceback(ckpt, monkeypatch, arguments, message):
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return saved(llama(num_hidden_layers=4), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(f"{command} {rest}", text) for command, rows in ERRORS.items() for rest, text in rows]
+)
+def test_errors_are_one_line_or_json_without_traceback(ckpt, small, monkeypatch, arguments, message):
     monkeypatch.chdir(ckpt.parent)
-    result = run(*arguments)
+    for name, text in {"broken": "{", "unknown": '{"model_type": "my_model"}'}.items():
+        (ckpt.parent / name).mkdir()
+        (ckpt.parent / name / "config.json").write_text(text)
+    words = shlex.split(arguments.format(llama=small, odd=odd_model.__file__))
+    result = run(*words)
     assert result.exit_code == 1
-    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
     assert result.stdout == ""
-    result = run(*arguments, "--json")
+    result = run(*words, "--json")
     assert result.exit_code == 1 and result.stderr == ""
     error = json.loads(result.stdout)["error"]
-    assert error["type"].endswith("Error") and f"error: {error['message']}".startswith(message)
-    assert os.listdir(ckpt.parent) == ["ckpt"]
+    assert error["type"].endswith("Error") and message in " ".join(error["message"].split())
+    assert sorted(os.listdir(ckpt.parent)) == ["broken", "ckpt", "unknown"]
 
 
 def test_inspect_as_text_and_as_json(ckpt):

@@ -27,10 +27,11 @@ from autopar.policy.files import policy_files, policy_folder
 from autopar.policy.load import load_policies, own_policies
 from autopar.policy.match import find_policy, supported_model_types
 from autopar.policy.schema import SUPPORTED
+from autopar.tools.commands.models import auto_classes
 from tests.exchange import by_rank_0
 from tests.harness.worlds import pooled
 from tests.parity import check
-from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
+from tests.random_models import Case, batches, build, cases, heads_of, kind, of_type
 from tests.refused_types import (
     LATE_IN_CONTEXT,
     NAMES_IN_MEMORY,
@@ -313,7 +314,7 @@ def test_the_pages_say_how_many_model_types_have_rows_and_run_over_a_context_axi
 def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() -> None:
     for model_type in WHOLE:
         heads = set(heads_of(model_type))
-        assert auto_heads(model_type) <= heads
+        assert auto_classes(model_type) <= heads
         left_out = set(of_type(model_type).without)
         assert not left_out or left_out & heads, f"{model_type}: {left_out} are left out, but there are no such heads"
         for head in heads - left_out:

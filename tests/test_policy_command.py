@@ -9,15 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
 from autopar.policy.files import policy_folder
 from autopar.policy.match import supported_model_types
+from tests.features.experts.mixtures import mixtral
 from tests.harness.worlds import distributed
 from tests.own_modules import GPT_POLICY
+from tests.planner.command import saved
 from tests.small import gpt2, llama
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("policy_command.yaml").read_text())
@@ -46,11 +48,7 @@ def line_of(path: str) -> int:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a small GPT-2; no weights."""
-    made = tmp_path_factory.mktemp("gpt2")
-    GPT2Config(n_layer=3, n_embd=36, n_head=9, vocab_size=131, n_positions=32).save_pretrained(made)
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
-    return made
+    return saved(gpt2(n_layer=3), tmp_path_factory.mktemp("gpt2"))
 
 
 def test_the_policy_found_for_a_folder(folder: Path) -> None:
@@ -202,17 +200,6 @@ def test_a_module_that_is_no_hugging_face_model(tmp_path: Path, monkeypatch: pyt
     assert "has no 'match', so --model is required" in fails("check", "mine.yaml").stderr
 
 
-@pytest.mark.parametrize(("arguments", "told"), DATA["not_models"])
-def test_what_is_no_model(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, text in {"broken": "{", "unknown": '{"model_type": "my_model"}'}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(text)
-    result = fails("check", *arguments)
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and told in result.stderr, result.stderr
-
-
 def test_the_list_of_model_types() -> None:
     listed = of(run("list", "--json"))
     assert listed.keys() == supported_model_types().keys()
@@ -223,12 +210,7 @@ def test_the_list_of_model_types() -> None:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a small Mixtral of five experts."""
-    made = tmp_path_factory.mktemp("mixtral")
-    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    config = MixtralConfig(num_local_experts=5, intermediate_size=24, vocab_size=31, **sizes)
-    config.architectures = ["MixtralForCausalLM"]
-    config.save_pretrained(made)
-    return made
+    return saved(mixtral(5), tmp_path_factory.mktemp("mixtral"))
 
 
 def test_experts_that_replicas_share(mixture: Path) -> None:

@@ -51,27 +51,6 @@ def test_new_as_json() -> None:
     assert "# Not proven: compare outputs and gradients with the reference model before you use it." in made["text"]
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("lama", "'lama' is not a folder with a config.json or a model type of transformers"),
-        (
-            f"{ODD}:Mix",
-            "Mix: missing a required argument: 'config'; name a function that returns a model without arguments",
-        ),
-        (f"{ODD}:make_plain", "'policy new' requires a Hugging Face PreTrainedModel; got Linear"),
-        (f"{ODD}:TangledModel", "no policy can be derived for TangledModel: no two consecutive layers share units"),
-        (f"{ODD}:Unpredictable", "no policy can be derived for Unpredictable: its forward does not run without data"),
-    ],
-)
-def test_new_refuses(model: str, message: str) -> None:
-    result = run("policy", "new", model, "--no-proof")
-    assert result.exit_code == 1 and result.stdout == ""
-    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
-    as_json = run("policy", "new", model, "--no-proof", "--json")
-    assert as_json.exit_code == 1 and message in json.loads(as_json.stdout)["error"]["message"]
-
-
 def test_what_is_not_proven_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mistaken(small: Any, config: Any, *, policy: dict[str, Any], **how: Any) -> Any:
         return prove(small, config, policy={**policy, "blocks": {**policy["blocks"], "attributes": {}}}, **how)

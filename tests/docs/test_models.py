@@ -11,8 +11,9 @@ import yaml
 
 from autopar.policy.load import own_policies
 from autopar.policy.match import supported_model_types
+from autopar.tools.commands.models import auto_classes
 from tests.docs.pages import DOCS, README, ROOT, same
-from tests.random_models import auto_heads, of_type
+from tests.random_models import of_type
 
 PAGE = DOCS / "models.md"
 
@@ -42,7 +43,7 @@ def policy_table() -> str:
 def tasks(types: list[str]) -> list[str]:
     """Return the tasks of the heads of these model types."""
     kinds = [kind for kind in types if not of_type(kind).inside]
-    heads = {head for kind in kinds for head in auto_heads(kind) - set(of_type(kind).without)}
+    heads = {head for kind in kinds for head in auto_classes(kind) - set(of_type(kind).without)}
     named = {next((word for ending, word in HEADS.items() if head.endswith(ending)), "other") for head in heads}
     return [word for word in dict.fromkeys([*HEADS.values(), "other"]) if word in named]
 

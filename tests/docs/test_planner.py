@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
+from autopar.tools.commands.models import add_lora
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
@@ -29,27 +31,15 @@ from tests.docs.pages import DOCS, codes, same
 from tests.harness.tiers import in_tier
 
 PAGE = DOCS / "planner.md"
-SIZES: dict[str, dict[str, Any]] = {
-    "1 B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
-    | {"vocab_size": 128256, "tie_word_embeddings": True},
-    "7 B": {},
-    "13 B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "70 B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-    | {"num_key_value_heads": 8},
-}
+DATA = yaml.safe_load(Path(__file__).with_name("planner.yaml").read_text())
 CARDS = [("t4", 2, "fp16"), *(("rtx4090", count, "bf16") for count in (2, 4, 8)), ("h100", 8, "bf16")]
 ROWS = ["7 B", *in_tier("sweep", ["1 B", "13 B", "70 B"])]
 
 
 def llama(size: str, *, lora: bool, dtype: torch.dtype = torch.float32) -> Any:
     with autopar.lazy_init():
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES[size]), dtype=dtype)
-    if not lora:
-        return model
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
-    )
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**DATA["sizes"][size]), dtype=dtype)
+    return add_lora(model, 16) if lora else model
 
 
 def cells(row: str) -> Iterator[str]:
@@ -128,22 +118,6 @@ def test_seven_billion_parameters_on_small_cards() -> None:
 MEMORY = DOCS / "memory.md"
 HEAD = "|---|---|---|---|---|---|---|---|---|\n"
 BASE = Candidate(1, 1, 8, "1f1b", 4, 2, 0, False)
-SMALL = replace(BASE, microbatch=1, microbatches=8)
-CKPT = replace(BASE, checkpointing=True)
-TP = replace(BASE, tp=2, dp=4, microbatches=4)
-LEVERS = [
-    ("replicas only", "`{}`", BASE),
-    ("smaller micro-batches", "`pipeline: {microbatch_size: 1}`", SMALL),
-    ("ZeRO 1", "`zero: {stage: 1}`", replace(BASE, zero=1)),
-    ("ZeRO 2", "`zero: {stage: 2}`", replace(BASE, zero=2)),
-    ("ZeRO 3", "`zero: {stage: 3}`", replace(BASE, zero=3)),
-    ("recomputation", "`activation_checkpointing: {enable: true}`", CKPT),
-    ("... keep attention", "`activation_checkpointing: {save: [attention]}`", replace(CKPT, saves=("attention",))),
-    ("tensor parallel", "`tp: 2`", TP),
-    ("... with sequence parallelism", "`tp: 2`, `sequence_parallel: true`", replace(TP, sequence_parallel=True)),
-    ("two stages", "`pp: 2`", replace(BASE, pp=2, dp=4, microbatches=4)),
-    ("ZeRO 3, recomputation, micro-batches of 1", "the three settings", replace(SMALL, zero=3, checkpointing=True)),
-]
 
 
 def _line(lever: str, config: str, memory: RankMemory, seconds: float) -> str:
@@ -164,7 +138,8 @@ def _rows() -> Iterator[str]:
     def row(lever: str, config: str, estimate: Estimate) -> str:
         return _line(lever, config, estimate.peak, estimate.time)
 
-    for at, (lever, config, candidate) in enumerate(LEVERS):
+    for at, (lever, config, changes) in enumerate(DATA["levers"]):
+        candidate = replace(BASE, **{**changes, "saves": tuple(changes.get("saves", ()))})
         estimate = plain.estimate(candidate)
         yield row(lever, config, estimate)
         if at == 1:
@@ -175,7 +150,7 @@ def _rows() -> Iterator[str]:
             yield _line("... on the CPU", section, left, estimate.time + seconds)
         if lever == "... keep attention":
             section = "`activation_checkpointing: {every: 2}`"
-            yield row("... every second block", section, plain.estimate(replace(CKPT, every=2)))
+            yield row("... every second block", section, plain.estimate(replace(BASE, checkpointing=True, every=2)))
 
 
 @pytest.mark.tier("all")

@@ -10,12 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar.compat.tensors import local_part
 from autopar.features.activation_checkpointing import setup as activation_checkpoint
 from autopar.features.activation_checkpointing.setup import Tape
 from autopar.pipeline_parallel.engine import Engine
+
+
+def mixtral(**settings: Any) -> MixtralForCausalLM:
+    """Five experts, three and two on two ranks, of sizes that the grouped product takes on two ranks too."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=5, vocab_size=131)
+    return MixtralForCausalLM._from_config(config, **settings)
 
 
 def held_bytes(model: nn.Module, optimizer: Any, gradients: Any = None) -> tuple[int, int, int, int]:

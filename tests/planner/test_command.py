@@ -1,9 +1,6 @@
 """``autopar plan``: its tables, its JSON, the files that it writes, and what it refuses."""
 
-import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -12,46 +9,15 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
+from tests.planner.command import planned, run, saved, sizes
 from tests.small import llama
 
-REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["command"]
-SIZES = ("--gpus", 4, "--sequence", 64, "--global-batch", 8, "--gpu-memory", 1.6)
+SIZES = sizes(64)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    llama(num_hidden_layers=4).config.save_pretrained(tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "architectures": ["LlamaForCausalLM"]}))
-    return path.parent
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
-
-
-def planned(*arguments: object) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def test_tables_and_files(folder: Path, tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    result = run(folder, *SIZES, "-o", config)
-    assert result.exit_code == 0, result.output
-    first, second, *rest = result.stdout.splitlines()
-    count = sum(p.numel() for p in llama(num_hidden_layers=4).parameters())
-    assert first == f"LlamaForCausalLM: {count:,} parameters, policy llama"
-    assert second == "4 x h100 with 1.6 GB, 8 per node; sequence 64, global batch 8 (512 tokens per step); bf16, adamw"
-    titles = {re.split(r"\s{2,}", line.strip())[0] for line in rest[: rest.index("assumptions:")]}
-    assert {"tp", "schedule", "seconds per step", "MFU", "bubble", "GB per GPU"} <= titles
-    assert any(line.startswith("   activations ") for line in rest)
-    assert any(line.startswith("other meshes (") for line in rest)
-    assert any("matmuls run at 720 of 989 TFLOP/s" in line for line in rest)
-    read = autopar.ParallelConfig.parse(config, 4)
-    assert read.precision == "bf16" and 4 % (read.tensor_parallel_size * read.pipeline_parallel_size) == 0
+    return saved(llama(num_hidden_layers=4), tmp_path / "model")
 
 
 @pytest.mark.tier("all")
@@ -104,8 +70,8 @@ def test_machines_by_name_and_number(folder: Path) -> None:
 
 
 def test_meshes_that_cross_nodes_are_named_and_those_that_are_asked_for_are_all_that_is_tried(folder: Path) -> None:
-    sizes = ("--gpus", 30, "--sequence", 64, "--global-batch", 30)
-    found = planned(folder, *sizes, "--zero", 0, "--no-checkpointing")
+    many = ("--gpus", 30, "--sequence", 64, "--global-batch", 30)
+    found = planned(folder, *many, "--zero", 0, "--no-checkpointing")
     assert {best["tp"] for best in found["best"]} <= {1, 2}
     assert any(line.endswith("tensor-parallel groups would cross nodes, of 8 GPUs each") for line in found["rejected"])
     found = planned(folder, *SIZES, "--zero", 1, "--checkpointing")
@@ -125,18 +91,9 @@ def test_nothing_fits_or_the_model_is_nowhere(folder: Path, tmp_path: Path) -> N
     assert "'nobody/nothing' is not a folder with a config.json, and its config cannot be read" in result.stderr
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_what_is_refused(folder: Path, arguments: tuple[str, str], message: str) -> None:
-    result = run(folder, *SIZES, *arguments)
-    assert result.exit_code == 1
-    assert message in result.stderr, result.stderr
-    result = run(folder, *SIZES, *arguments, "--json")
-    assert message in json.loads(result.stdout)["error"]["message"]
-
-
 def test_where_nothing_fits_the_memory_of_the_cpu_is_named(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-    LlamaConfig(**sizes, vocab_size=32000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    layers = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    LlamaConfig(**layers, vocab_size=32000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     common = (tmp_path, "--sequence", 2048, "--global-batch", 8, "--no-checkpointing")
     one = " ".join(run(*common, "--gpus", 1).output.split())
     assert "fits with zero.optimizer_offload: 55 GB, 81 GB in the CPU's memory, and about" in one

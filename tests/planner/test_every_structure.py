@@ -1,10 +1,11 @@
 """Planned bytes of weights, gradients and optimizer state against real ranks, for policies of every structure."""
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+import yaml
 
 import autopar
 from autopar.config import ParallelConfig
@@ -18,16 +19,7 @@ from tests.planner.saved_bytes import held_bytes
 from tests.random_models import Case, build, cases, kind
 from tests.representatives import REPRESENTATIVES, first_types
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "tp 2, bf16": {"model_parallelism": {"tensor_parallel_size": 2}, "precision": {"dtype": "bf16"}},
-    "pp 2": {"model_parallelism": {"pipeline_parallel_size": 2}},
-    "dp 2, ZeRO-1, fp16": {"zero": {"stage": 1}, "precision": {"dtype": "fp16"}},
-    "cp 2, ZeRO-1": {"model_parallelism": {"context_parallel_size": 2}, "zero": {"stage": 1}},
-    "tp 2, sequence parallel": {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}},
-    "tp 2, whole experts": {"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 2}},
-    "ep 2, bf16": {"model_parallelism": {"expert_parallel_size": 2}, "precision": {"dtype": "bf16"}},
-    "dp 2, ZeRO-3, bf16": {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
-}
+CONFIGS = yaml.safe_load(Path(__file__).with_name("meshes.yaml").read_text())["every structure over two ranks"]
 IN_EVERY_RUN = ("phi3", "t5", "mixtral", "zamba2", "bloom", "deepseek_v3", "bart", "whisper", "llava", "mamba2")
 
 

@@ -1,17 +1,14 @@
 """Whole experts, also over replicas, in the planner: bytes of real ranks, what is sent, what is searched."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import MixtralConfig, MixtralForCausalLM
-from typer.testing import CliRunner
+import yaml
 
 import autopar
-from autopar.cli import app
 from autopar.compat.tensors import local_part
 from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import Rows
@@ -20,22 +17,13 @@ from autopar.tools.planner.network import Group
 from autopar.tools.planner.search import Space
 from autopar.tools.planner.stage_costs import Collective, travel_over
 from tests.harness.worlds import pooled
-from tests.planner.saved_bytes import SavedBytes, states_are_as_planned
+from tests.planner.command import planned, run, saved, sizes
+from tests.planner.saved_bytes import SavedBytes, mixtral, states_are_as_planned
 from tests.small import llama
 
 BATCH = 4
 SETTINGS = {"experts_implementation": "batched_mm"}  # the grouped one has no fp32 without data
-SHARED = {
-    "ep 2 of 4": {"ep": 2},
-    "ep 2 of 4, ZeRO-1": {"ep": 2, "zero": {"stage": 1}},
-    "ep 4, ZeRO-1, bf16": {"ep": 4, "zero": {"stage": 1}, "precision": {"dtype": "bf16"}},
-    "tp 2, ep 4": {"tp": 2, "ep": 4, "zero": {"stage": 1}},
-    "pp 2, ep 2": {"pp": 2, "ep": 2, "zero": {"stage": 1}},
-    "cp 2, ep 2, ZeRO-1": {"cp": 2, "ep": 2, "zero": {"stage": 1}},
-    "ep 2 of 4, ZeRO-3": {"ep": 2, "zero": {"stage": 3}},
-    "ep 4, ZeRO-3, bf16": {"ep": 4, "zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
-    "tp 2, ep 4, ZeRO-3": {"tp": 2, "ep": 4, "zero": {"stage": 3}},
-}
+SHARED = yaml.safe_load(Path(__file__).with_name("meshes.yaml").read_text())["experts over four ranks"]
 
 
 @pytest.mark.parametrize("mesh", SHARED)
@@ -61,13 +49,12 @@ def test_what_ranks_keep_is_what_was_planned(config: dict[str, Any]) -> None:
     mpu = model.mpu
     ids = torch.randint(0, 131, (2 * BATCH, SEQUENCE), generator=torch.Generator().manual_seed(0))
     ids = ids[mpu.dp.rank * BATCH :][:BATCH]
-    saved = SavedBytes(model)
-    with saved:
+    with SavedBytes(model) as waiting:
         model.execute_pipeline({"input_ids": ids, "labels": ids, "use_cache": False})
-    kept = torch.tensor(float(saved.most))
+    kept = torch.tensor(float(waiting.most))
     dist.all_reduce(kept)
-    planned = sum(plan.kept.values()) / 2
-    assert len(plan.kept) == 2 and abs(kept.item() / 2 / planned - 1) < 0.05, (kept.item() / 2, planned)
+    due = sum(plan.kept.values()) / 2
+    assert len(plan.kept) == 2 and abs(kept.item() / 2 / due - 1) < 0.05, (kept.item() / 2, due)
     assert plan.ranks[0, mpu.dp.rank, mpu.tp.rank].weights == sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -108,46 +95,29 @@ def test_what_excludes_each_other_is_refused_and_a_dense_model_has_no_experts(fo
 
 
 SEQUENCE = 32
-SIZES = ("--gpus", 4, "--sequence", SEQUENCE, "--global-batch", 8, "--gpu-memory", 1.6)
+SIZES = sizes(SEQUENCE)
 WHOLE = {"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 2}}
-
-
-def mixtral(hidden: int = 32, **settings: Any) -> MixtralForCausalLM:
-    """Five experts: three and two on two ranks."""
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=hidden, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=5, num_experts_per_tok=2, vocab_size=131, max_position_embeddings=64,
-    )  # fmt: skip
-    return MixtralForCausalLM._from_config(config, **settings)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     for name, model in {"mixtral": mixtral(), "llama": llama(num_hidden_layers=4)}.items():
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(path / name)
+        saved(model, path / name)
     return path
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
 @pytest.mark.tier("all")
 def test_the_search_tries_both_and_plans_what_plan_memory_does(folder: Path) -> None:
-    result = run(folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing", "--ep", 4, "--json")
-    assert result.exit_code == 0, result.output
-    best = json.loads(result.stdout)["best"]
+    given = (folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing")
+    best = planned(*given, "--ep", 4)["best"]
     assert best and all(each["ep"] == 4 for each in best) and any(each["ep"] > each["tp"] for each in best)
     for each in best:
         assert each["config"]["model_parallelism"]["expert_parallel_size"] == each["ep"]
         assert each["bytes_sent"]["ep" if each["ep"] > each["tp"] else "tp"] > 0
-        planned = autopar.plan_memory(mixtral(), each["config"], sequence=SEQUENCE, batch=8 // each["dp"], gpus=4)
-        assert [{**memory.parts(), "total": memory.total} for memory in planned.stages] == each["memory"]
-    either = json.loads(run(folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing", "--json").stdout)
-    sharded = json.loads(run(folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing", "--ep", 1, "--json").stdout)
+        plan = autopar.plan_memory(mixtral(), each["config"], sequence=SEQUENCE, batch=8 // each["dp"], gpus=4)
+        assert [{**memory.parts(), "total": memory.total} for memory in plan.stages] == each["memory"]
+    either, sharded = planned(*given), planned(*given, "--ep", 1)
     assert either["tried"] > sharded["tried"] and all(each["ep"] == 1 for each in sharded["best"])
 
 
@@ -155,7 +125,7 @@ def test_the_search_tries_both_and_plans_what_plan_memory_does(folder: Path) -> 
 def test_a_row_for_whole_experts_where_some_have_them(folder: Path) -> None:
     refused = run(folder / "mixtral", *SIZES, "--ep", 3)
     assert refused.exit_code == 1 and "the experts that were asked for do not fit" in refused.stderr
-    sharded = json.loads(run(folder / "mixtral", *SIZES, "--ep", 4, "--zero", 3, "--json").stdout)["best"]
+    sharded = planned(folder / "mixtral", *SIZES, "--ep", 4, "--zero", 3)["best"]
     assert sharded and {each["config"]["zero"]["stage"] for each in sharded} == {3}
     assert "\n ep " in run(folder / "mixtral", *SIZES, "--ep", 2).stdout
     assert "\n ep " not in run(folder / "llama", *SIZES).stdout

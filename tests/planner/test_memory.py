@@ -2,10 +2,12 @@
 
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,7 +19,7 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.tools.planner import planned_model
 from autopar.tools.planner.candidate import Rows
-from autopar.tools.planner.equal_blocks import BlockReplay, equal_blocks
+from autopar.tools.planner.equal_blocks import equal_blocks
 from autopar.tools.planner.planned_model import PlannedModel
 from tests.harness.worlds import pooled
 from tests.own_modules import GPT_POLICY, gpt
@@ -28,41 +30,26 @@ from tests.small import gpt2, llama
 BATCH, SEQUENCE = 4, 16
 
 
-def _config(**sections: Any) -> dict[str, Any]:
-    pipeline = {"microbatch_size": 1, "schedule": sections.pop("schedule", "1f1b")}
-    sizes = {name: sections.pop(name) for name in list(sections) if name.endswith("_size")}
-    return {"model_parallelism": sizes, "pipeline": pipeline, **sections}
+MESHES = yaml.safe_load(Path(__file__).with_name("meshes.yaml").read_text())
 
 
-MESHES = {
-    "tp 2": {"tensor_parallel_size": 2},
-    "pp 2": {"pipeline_parallel_size": 2},
-    "pp 2, bf16": {"pipeline_parallel_size": 2, "precision": {"dtype": "bf16"}},
-    "dp 2, ZeRO-1": {"zero": {"stage": 1}},
-    "dp 2, ZeRO-1, bf16": {"zero": {"stage": 1}, "precision": {"dtype": "bf16"}},
-    "dp 2, ZeRO-2, bf16": {"zero": {"stage": 2}, "precision": {"dtype": "bf16"}},
-    "dp 2, ZeRO-3, bf16": {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
-}
+def _states_are_as_planned(build: Any, mesh: dict[str, Any]) -> None:
+    config = {**mesh, "pipeline": {"microbatch_size": 1}}
+    states_are_as_planned(build, config, SEQUENCE, BATCH)[1].mpu.destroy()
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", MESHES["two ranks"])
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 @pooled(world_size=2)
 def test_states_are_those_that_ranks_hold(build: Any, mesh: str) -> None:
-    states_are_as_planned(build, _config(**MESHES[mesh]), SEQUENCE, BATCH)[1].mpu.destroy()
+    _states_are_as_planned(build, MESHES["two ranks"][mesh])
 
 
-@pytest.mark.parametrize("mesh", ["pp 2, ZeRO-2", "pp 2, ZeRO-3", "tp 2, ZeRO-2", "ZeRO-3 over 2"])
+@pytest.mark.parametrize("mesh", MESHES["four ranks"])
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 @pooled(world_size=4)
 def test_fully_sharded_states_are_those_that_ranks_hold(build: Any, mesh: str) -> None:
-    meshes: dict[str, dict[str, Any]] = {
-        "pp 2, ZeRO-2": {"pipeline_parallel_size": 2, "zero": {"stage": 2}},
-        "pp 2, ZeRO-3": {"pipeline_parallel_size": 2, "zero": {"stage": 3}},
-        "tp 2, ZeRO-2": {"tensor_parallel_size": 2, "zero": {"stage": 2}, "precision": {"dtype": "bf16"}},
-        "ZeRO-3 over 2": {"zero": {"stage": 3, "shard_size": 2}},
-    }
-    states_are_as_planned(build, _config(**meshes[mesh]), SEQUENCE, BATCH)[1].mpu.destroy()
+    _states_are_as_planned(build, MESHES["four ranks"][mesh])
 
 
 class LiveBytes(TorchDispatchMode):
@@ -138,25 +125,9 @@ def blocks(*numbers: int) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_counts_are_those_of_every_block(kind: str, monkeypatch: pytest.MonkeyPatch):
-    computed: list[nn.Module] = []
-    call = BlockReplay._call
-
-    def count() -> Any:
-        computed.clear()
-        return PlannedModel(_model(kind), sequence=7).count(Rows(2), 2)
-
-    def counted(self: Any, block: nn.Module, group: int, forward: Any, args: Any, kwargs: Any) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            computed.append(block)
-            return forward(*args, **kwargs)
-
-        return call(self, block, group, noted, args, kwargs)
-
-    monkeypatch.setattr(BlockReplay, "_call", counted)
-    replayed, few = count(), len(computed)
+    replayed = PlannedModel(_model(kind), sequence=7).count(Rows(2), 2)
     monkeypatch.setattr(planned_model, "equal_blocks", lambda model, plan: [])
-    every, all_of_them = count(), len(computed)
-    assert few < all_of_them
+    every = PlannedModel(_model(kind), sequence=7).count(Rows(2), 2)
     for place, unit in every.elements.items():
         assert sorted(replayed.elements[place].saved.values()) == sorted(unit.saved.values())
         assert replayed.elements[place].operations == unit.operations

@@ -5,38 +5,24 @@ UPDATE_DOCS=1 python -m pytest --tier sweep tests/planner/test_published.py -k n
 
 import os
 import re
-from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.estimate import Estimator
-from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, search
-from benchmarks.published_runs import RUNS, outcome, row
+from benchmarks.published_runs import RUNS, estimator_of, outcome, row
 from tests.docs.pages import DOCS, ROOT
 
 PAGE = ROOT / "benchmarks" / "results" / "published_runs.md"
 
 
-def _llama(**sizes: Any) -> LlamaForCausalLM:
-    config = LlamaConfig(vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16, **sizes)
-    with autopar.lazy_init():
-        return LlamaForCausalLM._from_config(config)
-
-
-def llama_405b() -> LlamaForCausalLM:
-    return _llama(
-        hidden_size=16384,
-        intermediate_size=53248,
-        num_hidden_layers=126,
-        num_attention_heads=128,
-        num_key_value_heads=8,
-    )
+def estimator(model: str, sequence: int, **figures: float) -> Estimator:
+    return estimator_of(model, "dgx-h100", tuple(figures.items()), sequence, 0)
 
 
 def _gpt(batch: int, sequence: int, hidden: int, heads: int, attention: str) -> PlannedModel:
@@ -65,35 +51,29 @@ def test_activations_of_a_layer_are_korthikantis(tp: int) -> None:
 @pytest.mark.tier("sweep")
 def test_llama_405b_in_less_than_a_minute() -> None:
     """Llama Team, 2024, table 4: tp 8, pp 16 at 8,192 tokens on 80 GB."""
-    planned = PlannedModel(llama_405b(), sequence=8192, dry_run=False)
-    estimator = Estimator(planned, find_node("dgx-h100"))
-    found = search(estimator, Space(16384, 8, 2048))
+    of_405b = estimator("llama-405b", 8192)
+    found = search(of_405b, Space(16384, 8, 2048))
     assert (8, 16) in [(best.candidate.tp, best.candidate.pp) for best in found.best]
     assert all(best.peak.total <= 80e9 for best in found.best)
-    four = estimator.memory(Candidate(8, 4, 512, "1f1b", 1, 4, 1, True))  # without ZeRO 3, which the paper has not
+    four = of_405b.memory(Candidate(8, 4, 512, "1f1b", 1, 4, 1, True))  # without ZeRO 3, which the paper has not
     assert max(rank.weights + rank.gradients for rank in four) > 70e9  # 405 B / 32 x 6 bytes
 
 
 @pytest.mark.tier("all")
 def test_llama_405b_with_131072_tokens_fits_over_16_ranks_alone() -> None:
     """The same table: 131,072 tokens were split over 16 ranks (context parallelism)."""
-    estimator = Estimator(PlannedModel(llama_405b(), sequence=131072), find_node("dgx-h100"))
+    of_405b = estimator("llama-405b", 131072)
     full, split = (
-        max(rank.total for rank in estimator.memory(Candidate(8, 16, 8, "1f1b", 1, 16, 1, True, cp=cp)))
-        for cp in (1, 16)
+        max(rank.total for rank in of_405b.memory(Candidate(8, 16, 8, "1f1b", 1, 16, 1, True, cp=cp))) for cp in (1, 16)
     )
     assert split < 80e9 and full > 200e9
 
 
 def test_llama_8b_takes_about_as_long_as_torchtitans() -> None:
     """torchtitan, benchmarks/llama3_h100_202412: 8 H100, batch 2, selective checkpointing: 5,762 tokens/s a GPU."""
-    model = _llama(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
-    )
-    node = find_node("dgx-h100", gpu_memory=96, memory_bandwidth=2400, tflops=835)
-    estimator = Estimator(PlannedModel(model, sequence=8192), node)
+    of_8b = estimator("llama-8b", 8192, gpu_memory=96, memory_bandwidth=2400, tflops=835)
     whole, none = (
-        estimator.estimate(Candidate(1, 1, 8, "1f1b", 2, 1, 3, checkpointing)).tokens_per_second / 8
+        of_8b.estimate(Candidate(1, 1, 8, "1f1b", 2, 1, 3, checkpointing)).tokens_per_second / 8
         for checkpointing in (True, False)
     )
     assert whole < none and 0.8 * 5762 < (whole + none) / 2 < 1.2 * 5762
@@ -101,11 +81,8 @@ def test_llama_8b_takes_about_as_long_as_torchtitans() -> None:
 
 def test_replicas_win_over_wide_tensor_parallelism() -> None:
     """accelerate#4193: a 14 B model on 8 H100: tp 4 x 2 replicas 4,067 tokens/s, tp 8 2,822."""
-    model = _llama(
-        hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=8
-    )
-    estimator = Estimator(PlannedModel(model, sequence=2048), find_node("dgx-h100"))
-    four, eight = (estimator.estimate(Candidate(tp, 1, 8 // tp, "1f1b", 1, tp // 2, 1, True)) for tp in (4, 8))
+    of_14b = estimator("llama-14b", 2048)
+    four, eight = (of_14b.estimate(Candidate(tp, 1, 8 // tp, "1f1b", 1, tp // 2, 1, True)) for tp in (4, 8))
     assert four.time < eight.time
 
 

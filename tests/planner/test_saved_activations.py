@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AlbertForMaskedLM, BertForMaskedLM, MixtralConfig, MixtralForCausalLM
+from transformers import AlbertForMaskedLM, BertForMaskedLM
 
 import autopar
 from autopar.pipeline_parallel.engine import Engine
@@ -14,7 +14,7 @@ from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.planned_model import PlannedModel
 from tests.harness.tiers import mainly
 from tests.harness.worlds import pooled
-from tests.planner.saved_bytes import SavedBytes
+from tests.planner.saved_bytes import SavedBytes, mixtral
 from tests.random_models import small
 from tests.small import gpt2, llama
 
@@ -36,13 +36,6 @@ def _t5() -> Any:
     return model
 
 
-def _mixtral() -> Any:
-    """Sizes that the grouped product takes, on two ranks too."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=131, **sizes, num_hidden_layers=2, num_local_experts=5)
-    return MixtralForCausalLM._from_config(config)
-
-
 def _inputs(model: Any, batch: int) -> dict[str, Any]:
     ids = torch.randint(2, 131, (batch, SEQUENCE), generator=torch.Generator().manual_seed(1))
     found = {"input_ids": ids, "labels": ids.clone()}
@@ -51,12 +44,8 @@ def _inputs(model: Any, batch: int) -> dict[str, Any]:
     return found if isinstance(model, (BertForMaskedLM, AlbertForMaskedLM)) else {**found, "use_cache": False}
 
 
-def _kept_is_as_planned(build: Any, batch: int = BATCH, **sections: Any) -> None:
-    pipeline = {"microbatch_size": 1, "schedule": sections.pop("schedule", "1f1b")}
-    sizes = {
-        name: sections.pop(name) for name in list(sections) if name.split("_")[-1] in ("size", "parallel", "method")
-    }
-    config = {"model_parallelism": sizes, "pipeline": pipeline, **sections}
+def _kept_is_as_planned(build: Any, batch: int = BATCH, schedule: str = "1f1b", **sections: Any) -> None:
+    config = {"pipeline": {"microbatch_size": 1, "schedule": schedule}, **sections}
     world = torch.distributed.get_world_size()
     plan = autopar.plan_memory(build(), config, sequence=SEQUENCE, batch=batch, gpus=world, device="cpu")
     model = build().train()
@@ -70,10 +59,11 @@ def _kept_is_as_planned(build: Any, batch: int = BATCH, **sections: Any) -> None
 
 
 RECOMPUTED = {"activation_checkpointing": {"enable": True}}
-MODELS = [gpt2, llama, _bert, _albert, _bart, _t5, _mixtral, _phi3]
-TP: dict[str, Any] = {"tensor_parallel_size": 2}
-CP: dict[str, Any] = {"context_parallel_size": 2}
-PP: dict[str, Any] = {"pipeline_parallel_size": 2}
+MODELS = [gpt2, llama, _bert, _albert, _bart, _t5, mixtral, _phi3]
+TP: dict[str, Any] = {"tp": 2}
+CP: dict[str, Any] = {"cp": 2}
+PP: dict[str, Any] = {"pp": 2}
+ROWS: dict[str, Any] = {"model_parallelism": {"sequence_parallel": True}}
 
 
 @pytest.mark.parametrize("build", MODELS)
@@ -101,24 +91,24 @@ def test_of_tensor_parallel_ranks_in_parts() -> None:
         _kept_is_as_planned(build, **TP, loss={"chunk": 8})
         _kept_is_as_planned(build, **PP, loss={"chunk": 8})
         _kept_is_as_planned(build, **TP, **RECOMPUTED)
-    _kept_is_as_planned(llama, **TP, sequence_parallel=True)
-    _kept_is_as_planned(_mixtral, **TP, precision={"dtype": "bf16"})
+    _kept_is_as_planned(llama, **TP, **ROWS)
+    _kept_is_as_planned(mixtral, **TP, precision={"dtype": "bf16"})
 
 
 SAVES = [["attention"], ["matmuls"], ["collectives"], ["attention", "collectives", "matmuls"]]
 
 
 @pytest.mark.tier("test", only=("save3-llama",))
-@pytest.mark.parametrize("build", mainly(llama, gpt2, _bert, _phi3, _mixtral, later="sweep"))
+@pytest.mark.parametrize("build", mainly(llama, gpt2, _bert, _phi3, mixtral, later="sweep"))
 @pytest.mark.parametrize("save", SAVES)
 @pooled(world_size=2)
 def test_of_blocks_that_keep_some_of_their_forward(save: list[str], build: Any) -> None:
     section = {"activation_checkpointing": {"save": save}}
-    if build is not _mixtral or "collectives" not in save:
+    if build is not mixtral or "collectives" not in save:
         _kept_is_as_planned(build, **PP, **section)
     _kept_is_as_planned(build, **TP, **section)
     if build is llama:
-        _kept_is_as_planned(build, **TP, sequence_parallel=True, **section)
+        _kept_is_as_planned(build, **TP, **ROWS, **section)
         _kept_is_as_planned(build, **CP, **section)
 
 
@@ -144,7 +134,7 @@ def test_attention_that_drops_weights_is_computed_again() -> None:
 
 
 @pytest.mark.tier("test", only=("gpt2",))
-@pytest.mark.parametrize("build", [gpt2, llama, _bert, _bart, _t5, _mixtral])
+@pytest.mark.parametrize("build", [gpt2, llama, _bert, _bart, _t5, mixtral])
 @pooled(world_size=2)
 def test_of_stages(build: Any) -> None:
     _kept_is_as_planned(build, **PP)
@@ -161,22 +151,21 @@ def test_over_a_schedule(schedule: str) -> None:
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 @pooled(world_size=2)
 def test_of_rows(method: str) -> None:
-    _kept_is_as_planned(llama, **CP, context_parallel_method=method)
-    _kept_is_as_planned(_few_keys, **CP, context_parallel_method=method)
-    _kept_is_as_planned(gpt2, **CP, context_parallel_method=method, **RECOMPUTED)
+    for build, more in ((llama, {}), (_few_keys, {}), (gpt2, RECOMPUTED)):
+        _kept_is_as_planned(build, **CP, model_parallelism={"context_parallel_method": method}, **more)
 
 
 @pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_of_four_ranks() -> None:
     for build in (gpt2, _t5):
-        _kept_is_as_planned(build, tensor_parallel_size=4)
+        _kept_is_as_planned(build, tp=4)
     for schedule in ("1f1b", "zbv"):
         _kept_is_as_planned(_deep_gpt2, **TP, **PP, schedule=schedule)
-    _kept_is_as_planned(_deep_llama, **TP, **PP, sequence_parallel=True)
+    _kept_is_as_planned(_deep_llama, **TP, **PP, **ROWS)
     _kept_is_as_planned(_deep_llama, **CP, **PP)
-    _kept_is_as_planned(_mixtral, **TP, **CP)
-    _kept_is_as_planned(_deep_llama, batch=8, pipeline_parallel_size=4, schedule="zero-bubble")
+    _kept_is_as_planned(mixtral, **TP, **CP)
+    _kept_is_as_planned(_deep_llama, batch=8, pp=4, schedule="zero-bubble")
 
 
 def _waiting_between_halves(model: Any) -> dict[int, int]:
@@ -199,7 +188,7 @@ def _waiting_between_halves(model: Any) -> dict[int, int]:
 
 @pooled(world_size=2)
 def test_gradients_between_the_halves_of_a_backward() -> None:
-    config = {"model_parallelism": PP, "pipeline": {"schedule": "zbv", "microbatch_size": 1}}
+    config = {**PP, "pipeline": {"schedule": "zbv", "microbatch_size": 1}}
     for build in (_deep_gpt2, _deep_llama):
         count = PlannedModel(build(), sequence=SEQUENCE, precision="fp32").count(Rows(1), 1)
         model = autopar.initialize(build(), config).train()

@@ -2,18 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+import yaml
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.random_models import Case as RandomCase, build as random_model, cases, kind
 
+BATCH, SEQUENCE = 4, 16
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8}
 SMALL = SIZES | {"num_key_value_heads": 4, "vocab_size": 256, "attn_implementation": "eager"}
 
@@ -36,13 +39,10 @@ def mamba() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A program: the model, its configuration without the section that says what the mesh is, maybe its own loop."""
+    """A program: the model, its configuration, maybe its own loop."""
 
     build: Callable[[], Any]
-    mesh: dict[str, Any]
-    more: dict[str, Any] = field(default_factory=dict)
-    batch: int = 4
-    sequence: int = 16
+    config: dict[str, Any]
     loop: Callable[[Any, Any, dict[str, Any]], None] | None = None
     optimizer: str = "adamw"
 
@@ -106,38 +106,13 @@ def numbers_of_the_host(model: Any, optimizer: Any, batch: dict[str, Any]) -> No
     assert pair.tolist() == [(rank - 1) % 4 + 1, 2]
 
 
-TP, PP, CP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
-TWO, IN_TWO_PARTS = {"pipeline": {"num_microbatches": 2}}, {"zero": {"stage": 3, "shard_size": 2}}
+_NAMED: dict[str, Any] = {
+    each.__name__: each
+    for each in (llama, mixtral, mamba, torchs_data_parallel, torchs_sharded_tensors, numbers_of_the_host)
+}
 CASES = {
-    "tp x dp": Case(llama, TP),
-    "pp x tp": Case(llama, TP | PP, TWO),
-    "tp x dp, micro-batches": Case(llama, TP, TWO),
-    "tp 4, sequence": Case(llama, {"tensor_parallel_size": 4, "sequence_parallel": True}),
-    "tp x dp, torch's replicas": Case(llama, TP, loop=torchs_data_parallel),
-    "pp 4, numbers of the host": Case(llama, {"pipeline_parallel_size": 4}, loop=numbers_of_the_host),
-    "tp x dp, zero 1, clipped": Case(llama, TP, {"zero": {"stage": 1}, "gradient_clipping": 1.0}),
-    "tp x dp, muon": Case(llama, TP, optimizer="muon"),
-    "tp x dp, zero 2": Case(llama, TP, {"zero": {"stage": 2}}),
-    "tp x dp, zero 3": Case(llama, TP, {"zero": {"stage": 3}}),
-    "zero 3, torch's norms": Case(llama, {}, {"zero": {"stage": 3}}, loop=torchs_sharded_tensors),
-    "dp in two parts, torch's norms": Case(llama, {}, IN_TWO_PARTS, loop=torchs_sharded_tensors),
-    "dp in two parts": Case(llama, {}, IN_TWO_PARTS),
-    "cp x tp": Case(llama, TP | CP),
-    "cp x dp, gathered": Case(llama, CP | {"context_parallel_method": "gather"}),
-    "bf16": Case(llama, TP, {"precision": {"dtype": "bf16"}, "gradient_clipping": 1.0}),
-    "recomputed": Case(llama, TP, {"activation_checkpointing": {"enable": True}}),
-    "pp x dp, zero 2": Case(llama, PP, TWO | {"zero": {"stage": 2}}),
-    "pp x dp, zero 3": Case(llama, PP, TWO | {"zero": {"stage": 3}}),
-    "pp x cp": Case(llama, PP | CP, TWO),
-    "cp 4, states": Case(mamba, {"context_parallel_size": 4}),
-    "pp x cp, states": Case(mamba, PP | CP, TWO),
-    "experts of replicas": Case(mixtral, {"expert_parallel_size": 4}),
-    "experts, all to all ranks": Case(mixtral, TP | {"expert_parallel_size": 4, "expert_dispatch": "all_reduce"}),
-    "pp x tp, sequence": Case(llama, TP | PP | {"sequence_parallel": True}, TWO),
-    **{
-        schedule: Case(llama, PP, {"pipeline": {"num_microbatches": 4, "schedule": schedule}})
-        for schedule in ("gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
-    },
+    name: Case(_NAMED[row["model"]], row["config"], _NAMED.get(row.get("loop")), row.get("optimizer", "adamw"))
+    for name, row in yaml.safe_load(Path(__file__).with_name("programs.yaml").read_text()).items()
 }
 
 
@@ -170,10 +145,11 @@ def text_head(model_type: str) -> RandomCase:
 
 def case_of_type(model_type: str) -> Case:
     """Return the program of a model type: two stages of two ranks, two micro-batches."""
-    return Case(functools.partial(of_type, model_type), TP | PP, TWO)
+    config = {"tp": 2, "pp": 2, "pipeline": {"num_microbatches": 2}}
+    return Case(functools.partial(of_type, model_type), config)
 
 
 def config_of(case: Case) -> dict[str, Any]:
     """Return the whole configuration, over gloo, without comparisons by value."""
-    mesh = {**case.mesh, "cpu_transport": "gloo"}
-    return {"model_parallelism": mesh, "consistency_check": {"enable": False}, **case.more}
+    mesh = {**case.config.get("model_parallelism", {}), "cpu_transport": "gloo"}
+    return {"consistency_check": {"enable": False}, **case.config, "model_parallelism": mesh}

@@ -2,86 +2,42 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+import yaml
 
 import autopar
 from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.tools.planner import estimate, network
-from autopar.tools.planner.candidate import Candidate
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
+from autopar.tools.planner.memory_plan import candidate_of
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.rehearsal.run import Rehearsal, _hidden
 from autopar.tools.rehearsal.timeline import Slot, Timeline, Work, chrome_trace, play
 from autopar.tools.rehearsal.trace import Call, Group
-from tests.rehearsal.programs import SMALL
+from tests.rehearsal.programs import llama, mixtral
 
 BATCH, SEQUENCE = 8, 64
-SIZES = {name: size for name, size in SMALL.items() if name != "attn_implementation"}
-TP, PP, CP, SP = {"tp": 2}, {"pp": 2}, {"cp": 2}, {"sequence_parallel": True}
-TWO = {"pipeline": {"microbatch_size": 2}}
-ZERO_2, BF16 = {"zero": {"stage": 2}}, {"precision": {"dtype": "bf16"}}
-AGAIN = {"activation_checkpointing": {"enable": True}}
+CASES = yaml.safe_load(Path(__file__).with_name("counted.yaml").read_text())
 
 
-def mesh(**sizes: Any) -> dict[str, Any]:
-    names = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-    own = {f"{names[key]}_parallel_size" if key in names else key: value for key, value in sizes.items()}
-    return {"model_parallelism": own}
-
-
-CASES: dict[str, tuple[type, dict[str, Any], int]] = {
-    "tp x pp, sequence, recomputed": (LlamaForCausalLM, mesh(**TP, **PP, **SP) | TWO | AGAIN, 8),
-    "pp x dp, zero 3": (LlamaForCausalLM, mesh(**PP) | TWO | {"zero": {"stage": 3}}, 8),
-    "ep of replicas, zero 3": (MixtralForCausalLM, mesh(ep=2) | {"zero": {"stage": 3}}, 8),
-    "cp x tp": (LlamaForCausalLM, mesh(**TP, **CP), 8),
-    "tp x dp": (LlamaForCausalLM, mesh(**TP), 8),
-    "tp, recomputed": (LlamaForCausalLM, mesh(**TP) | AGAIN, 2),
-    "tp, sequence": (LlamaForCausalLM, mesh(tp=4, **SP), 8),
-    "zero 1": (LlamaForCausalLM, mesh() | {"zero": {"stage": 1}}, 8),
-    "zero 2": (LlamaForCausalLM, mesh() | {"zero": {"stage": 2}}, 8),
-    "zero 3": (LlamaForCausalLM, mesh() | {"zero": {"stage": 3}}, 8),
-    "pp x dp, zero 1": (LlamaForCausalLM, mesh(**PP) | TWO | {"zero": {"stage": 1}}, 8),
-    "pp x dp, zero 2": (LlamaForCausalLM, mesh(**PP) | TWO | {"zero": {"stage": 2}}, 8),
-    "tp x pp": (LlamaForCausalLM, mesh(**TP, **PP) | TWO, 4),
-    "interleaved": (LlamaForCausalLM, mesh(**PP) | {"pipeline": {"microbatch_size": 2, "schedule": "interleaved"}}, 4),
-    "zbv": (LlamaForCausalLM, mesh(**PP) | {"pipeline": {"microbatch_size": 2, "schedule": "zbv"}}, 2),
-    "cp, gathered": (LlamaForCausalLM, mesh(**CP, context_parallel_method="gather"), 8),
-    "experts in parts": (MixtralForCausalLM, mesh(**TP), 4),
-    "ep over tp": (MixtralForCausalLM, mesh(**TP, ep=2), 4),
-    "ep of replicas": (MixtralForCausalLM, mesh(**TP, ep=4), 8),
-    "ep, to all ranks": (MixtralForCausalLM, mesh(**TP, ep=4, expert_dispatch="all_reduce"), 8),
-    "tp x dp in micro-batches, zero 2, bf16": (LlamaForCausalLM, mesh(**TP, **SP) | TWO | ZERO_2 | BF16, 8),
-    "micro-batches, zero 2, bf16": (LlamaForCausalLM, mesh() | TWO | ZERO_2 | BF16, 8),
-    "bf16": (LlamaForCausalLM, mesh(**PP) | TWO | {"precision": {"dtype": "bf16"}}, 2),
-}
-
-
-def build(head: type) -> Any:
+def build(kind: str = "llama") -> Any:
     with torch.device("meta"):
-        if head is LlamaForCausalLM:
-            return LlamaForCausalLM(LlamaConfig(**SIZES))
-        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=8))
+        model = {"llama": llama, "mixtral": mixtral}[kind]()
+    model.set_attn_implementation("sdpa")
+    return model
 
 
-def estimator_of(head: type, parsed: ParallelConfig) -> Estimator:
+def estimator_of(kind: str, parsed: ParallelConfig) -> Estimator:
     settings = {"precision": parsed.precision, "method": parsed.context_parallel_method}
     settings |= {"dispatch": parsed.expert_dispatch, "sequence": SEQUENCE, "optimizer": "adamw"}
-    planned = PlannedModel(build(head).train(), **settings)
+    planned = PlannedModel(build(kind).train(), **settings)
     return Estimator(planned, find_node("dgx-h100"), given=parsed)
-
-
-def candidate_of(parsed: ParallelConfig, world: int) -> Candidate:
-    size = parsed.pipeline.microbatch_size or BATCH
-    mesh = (parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.data_parallel_size(world))
-    settings = (parsed.pipeline.schedule, size, BATCH // size, parsed.zero_stage, parsed.activation_checkpointing)
-    sizes = {"cp": parsed.context_parallel_size, "ep": parsed.expert_parallel_size}
-    return Candidate(*mesh, *settings, sequence_parallel=parsed.sequence_parallel, **sizes)
 
 
 def sent(found: Rehearsal) -> dict[str, int]:
@@ -95,11 +51,11 @@ def sent(found: Rehearsal) -> dict[str, int]:
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_and_states_are_the_planners(name: str) -> None:
-    head, config, world = CASES[name]
+    kind, config, world = CASES[name]
     parsed = ParallelConfig.parse(config, world)
-    found = autopar.rehearse(build(head), config, world, batch=BATCH, sequence=SEQUENCE, gpu="h100")
+    found = autopar.rehearse(build(kind), config, world, batch=BATCH, sequence=SEQUENCE, gpu="h100")
     assert found.problems == []
-    estimate = estimator_of(head, parsed).estimate(candidate_of(parsed, world))
+    estimate = estimator_of(kind, parsed).estimate(candidate_of(parsed, parsed.data_parallel_size(world), BATCH))
     assert sent(found) == dict(estimate.bytes)
     for rank, held in found.held.items():
         planned = estimate.memory[found.coordinates[rank][0]]
@@ -113,7 +69,7 @@ def test_bytes_and_states_are_the_planners(name: str) -> None:
     last = min(found.timeline.slots, key=lambda rank: found.timeline.spent(rank)["wait"])
     spent, parts = found.timeline.spent(last), dict(estimate.parts)
     for axis in ("tp", "cp"):
-        assert spent.get(axis, 0.0) == pytest.approx(parts[axis], rel=0.01 if head is LlamaForCausalLM else 0.3)
+        assert spent.get(axis, 0.0) == pytest.approx(parts[axis], rel=0.01 if kind == "llama" else 0.3)
     assert 1 <= found.timeline.time / estimate.time_without_overlap < 1.6
     hidden = dict(estimate.hidden)["dp"]
     assert found.hidden == hidden == 0 or 0.5 < found.hidden / hidden < 2
@@ -121,17 +77,17 @@ def test_bytes_and_states_are_the_planners(name: str) -> None:
 
 @pytest.mark.tier("all")
 def test_tensors_with_which_dtensors_find_sizes_are_not_counted() -> None:
-    found = autopar.rehearse(build(LlamaForCausalLM), {"zero": {"stage": 3}}, 16, batch=1, sequence=2, gpu="h100")
-    held, whole = found.held[0], sum(4 * parameter.numel() for parameter in build(LlamaForCausalLM).parameters())
+    found = autopar.rehearse(build(), {"zero": {"stage": 3}}, 16, batch=1, sequence=2, gpu="h100")
+    held, whole = found.held[0], sum(4 * parameter.numel() for parameter in build().parameters())
     assert held.peak < held.weights + held.gradients + held.optimizer + 1.5 * whole, "they have the sizes of all ranks"
 
 
 def test_bytes_between_nodes() -> None:
-    found = autopar.rehearse(build(LlamaForCausalLM), mesh(**TP), 16, gpus_per_node=8)
+    found = autopar.rehearse(build(), {"tp": 2}, 16, gpus_per_node=8)
     tp, dp = found.traffic["tp"], found.traffic["dp"]
     assert (tp.between, found.held, found.timeline) == (0, {}, None)
     assert dp.between == dp.bytes, "the last replica of a node sends to the next node"
-    found = autopar.rehearse(build(LlamaForCausalLM), mesh(**TP), 8, gpus_per_node=8)
+    found = autopar.rehearse(build(), {"tp": 2}, 8, gpus_per_node=8)
     assert found.traffic["dp"].between == 0 < found.traffic["dp"].bytes
 
 

@@ -13,7 +13,7 @@ from autopar.tools.rehearsal.one_rank import Job, inputs_of, train
 from autopar.tools.rehearsal.trace import Call, Group, Recorder
 from tests.harness.tiers import in_tier, mainly
 from tests.harness.worlds import pooled
-from tests.rehearsal.programs import CASES, POLICIES, Case, case_of_type, config_of
+from tests.rehearsal.programs import BATCH, CASES, POLICIES, SEQUENCE, Case, case_of_type, config_of
 
 FIRST = (
     *("tp x dp", "pp x tp", "tp 4, sequence", "pp x dp, zero 3", "cp x tp", "experts of replicas", "interleaved"),
@@ -53,17 +53,8 @@ def write_traces_of_eight(case: Case, folder: Path) -> None:
 @mock.patch("autopar.pipeline_parallel.p2p.in_fake_world", lambda: True)
 def write(case: Case, folder: Path) -> None:
     model = case.build()
-    inputs = inputs_of(model, case.batch, case.sequence)
-    checkpoint = str(folder / "checkpoint")
-    job = Job(
-        model,
-        config_of(case),
-        dist.get_world_size(),
-        inputs,
-        own=case.loop,
-        folder=checkpoint,
-        optimizer=case.optimizer,
-    )
+    inputs, settings = inputs_of(model, BATCH, SEQUENCE), {"own": case.loop, "optimizer": case.optimizer}
+    job = Job(model, config_of(case), dist.get_world_size(), inputs, folder=str(folder / "checkpoint"), **settings)
     parts: list[tuple[str, Call]] = []
     now = ["initialize"]
     with Recorder(lambda call: parts.append((now[0], call))):
@@ -105,15 +96,8 @@ def _overlap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compare(case: Case, folder: Path, *, routed: bool, world: int = 4) -> None:
     (write_traces if world == 4 else write_traces_of_eight)(case, folder)
-    found = autopar.rehearse(
-        case.build(),
-        config_of(case),
-        world,
-        batch=case.batch,
-        sequence=case.sequence,
-        optimizer=case.optimizer,
-        loop=case.loop,
-    )
+    sizes = {"batch": BATCH, "sequence": SEQUENCE}
+    found = autopar.rehearse(case.build(), config_of(case), world, optimizer=case.optimizer, loop=case.loop, **sizes)
     assert found.problems == []
     assert len(found.traces) >= 2
     for rank, parts in found.traces.items():

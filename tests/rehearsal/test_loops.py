@@ -85,13 +85,6 @@ def settings_of_rank_0(model: Any, optimizer: Any, batch: Any) -> None:
     assert stop.item() == 1
 
 
-def fewest_batches(model: Any, optimizer: Any, batch: Any) -> None:
-    fewest = torch.tensor(rank() + 2)
-    dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
-    for _ in range(int(fewest)):
-        dist.all_reduce(on_device(model, 3))
-
-
 def as_torchrun_has_it(model: Any, optimizer: Any, batch: Any) -> None:
     assert int(os.environ["RANK"]) == rank() and os.environ["WORLD_SIZE"] == "4" and "LOCAL_RANK" in os.environ
     data = TensorDataset(torch.arange(16))
@@ -111,7 +104,7 @@ def parts_of_a_root(model: Any, optimizer: Any, batch: Any) -> None:
     assert mine[0]["of"] == rank()
 
 
-RIGHT: list[Loop] = [own_groups, in_a_ring, settings_of_rank_0, fewest_batches, as_torchrun_has_it, parts_of_a_root]
+RIGHT: list[Loop] = [own_groups, in_a_ring, settings_of_rank_0, as_torchrun_has_it, parts_of_a_root]
 
 
 @pytest.mark.tier("test")

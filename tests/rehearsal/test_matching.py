@@ -1,7 +1,7 @@
 """Planted faults in the traces of four ranks are found, with the ranks; processes that wait for each other."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +9,8 @@ import torch
 
 import autopar
 from autopar.tools.rehearsal.matching import blocked_calls, differences, stuck
-from autopar.tools.rehearsal.simulated_ranks import DeadlockDetector
 from autopar.tools.rehearsal.trace import Call, Group
-from tests.rehearsal.programs import CASES, config_of
+from tests.rehearsal.programs import BATCH, CASES, SEQUENCE, config_of
 
 Traces = dict[int, list[Call]]
 Change = Callable[[list[Call]], list[Call]]
@@ -22,7 +21,7 @@ def traces() -> Traces:
     case = CASES["pp x tp"]
     with torch.device("meta"):
         model: Any = case.build()
-    found = autopar.rehearse(model, config_of(case), 4, batch=case.batch, sequence=case.sequence)
+    found = autopar.rehearse(model, config_of(case), 4, batch=BATCH, sequence=SEQUENCE)
     return {rank: [call for _, call in parts] for rank, parts in found.traces.items()}
 
 
@@ -176,28 +175,7 @@ def test_messages_in_another_order_and_rows_that_nobody_takes() -> None:
     assert list(differences({0: [call], 1: [call._replace(splits=((2, 2), (1, 2)))]}, lambda ranks: ranks)) == []
 
 
-def test_a_deadlock_and_who_is_named_first() -> None:
-    deadlock = DeadlockDetector([0, 4, 8])
-    with deadlock.waits(0), deadlock.waits(4):
-        assert not deadlock.detected(), "8 still runs"
-        with deadlock.waits(8):
-            assert deadlock.detected()
-            deadlock.sends(8)
-            assert not deadlock.detected(), "a message is in transit"
-            deadlock.takes(4)
-            assert deadlock.detected()
-
-    deadlock = DeadlockDetector([0, 1])
-
-    class Looked(list[int]):
-        def __iter__(self) -> Iterator[int]:  # behind the first look at the counts, while 1 is seen to wait
-            deadlock.sends(0)
-            deadlock.takes(1)
-            return super().__iter__()
-
-    deadlock._waiting = Looked([1, 1])  # type: ignore[assignment]
-    assert not deadlock.detected()
-
+def test_the_call_with_the_fewest_ranks_is_named_first() -> None:
     given = Group("world", (0, 1, 2)), ((3,),), "float32"
     one, other = (Call(kind, *given, where="a.py:1") for kind in ("barrier", "gather"))
     assert blocked_calls({0: one, 1: other, 2: one}) == [

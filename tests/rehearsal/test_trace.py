@@ -1,9 +1,6 @@
 """The trace of a real job: what AUTOPAR_TRACE writes, and what ``autopar trace`` says of it."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from autopar.cli import app
 from autopar.distributed.mesh import MPU
 from autopar.tools.rehearsal.trace import read
 from tests.harness.worlds import pooled
+from tests.scripts import printed, torchrun
 
 SCRIPT = """
 import torch
@@ -33,19 +31,10 @@ else:
 """
 
 
-def run(folder: Path) -> Path:
-    """Run the script on two ranks; returns the folder of their traces."""
-    script, traces = folder / "train.py", folder / "traces"
-    script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "AUTOPAR_TRACE": str(traces), "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([*launcher, str(script)], env=environment, capture_output=True, timeout=200, check=False)
-    return traces
-
-
 @pytest.mark.tier("all")
 def test_ranks_that_part_are_named_with_their_lines(tmp_path: Path) -> None:
-    traces = run(tmp_path)
+    traces = tmp_path / "traces"
+    torchrun(tmp_path, SCRIPT, 2, AUTOPAR_TRACE=str(traces))
     code, output = told(traces)
     assert code == 1
     assert "are different collectives:\n  rank 0: all_reduce over world [3] float32\n    train.py:14" in output
@@ -128,25 +117,11 @@ def test_an_attempt_of_an_elastic_job_has_a_folder_of_its_own(tmp_path: Path) ->
     code = "import torch, torch.distributed as dist; from autopar.tools.rehearsal.trace import trace_from_environment\n"
     code += "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
     code += "trace_from_environment(); dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX); dist.barrier()"
-    environment = {**os.environ, "AUTOPAR_TRACE": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": "1"}
-    environment |= {"TORCHELASTIC_RUN_ID": "mine", "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=100)
+    job = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "mine"}
+    printed("-c", code, AUTOPAR_TRACE=str(tmp_path), **job)
     file = tmp_path / "attempt-2" / "rank-0.jsonl"
     assert json.loads(file.read_text().partition("\n")[0]) == {"world": 1, "job": "mine"}
     assert str(read(file.parent)[0][0]) == "all_reduce (max) over world [3] float32"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--trace", "nowhere/step.json"], "--trace nowhere/step.json: the folder nowhere does not exist"),
-        (["--config", "c.yaml", "--zero", "1"], "--config c.yaml is not supported with --tp, --pp, --cp, --ep"),
-        (["--optimizer", "lion"], "optimizer must be one of adamw, adam, sgd, sgd-momentum, muon, or a function; got"),
-    ],
-)
-def test_what_comes_last_is_checked_first(arguments: list[str], text: str) -> None:
-    result = CliRunner().invoke(app, ["rehearse", "llama", "--gpus", "8", *arguments])
-    assert result.exit_code == 1 and text in result.stderr
 
 
 @pytest.mark.tier("test")

@@ -4,9 +4,11 @@ All of them hit both ranks alike, so that no rank waits for another.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from autopar.policy.files import policy_folder
 from tests.verification import planting as p
@@ -93,17 +95,7 @@ KEYS = tuple(f"{layer}.{kind}_proj" for layer in (LLAMA0, LLAMA1) for kind in "k
 NORMS_OF_HEADS = f"{LLAMA1}.k_norm", f"{LLAMA1}.q_norm"
 ON_MQA, ON_QWEN3 = ({**BACKWARD, "model": model} for model in ("mqa", "qwen3"))
 
-REFUSED = [
-    ("a wrong unit", "mlp.c_fc: {column: ffn}", "mlp.c_fc: {column: heads}", "mlp.c_proj"),
-    ("an attribute not divided", "    attn.split_size: heads\n", "", "h.0.attn"),
-    ("a row that is left out", "    mlp.c_proj: {row: ffn}\n", "", "mlp.c_fc"),
-    ("a row replicated", "mlp.c_proj: {row: ffn}", "mlp.c_proj: replicated", "mlp.c_fc"),
-    ("a column replicated", "mlp.c_fc: {column: ffn}", "mlp.c_fc: replicated", "mlp.c_proj"),
-    ("a tied weight cut once", "wte: {embedding: vocab}", "wte: replicated", "wte"),
-    ("logits not gathered", ", gather_output: true", "", "lm_head"),
-    ("a norm inside a region", "ln_2: replicated", "ln_2: {sharded: ffn}", "ln_2"),
-    ("a row where a column belongs", "mlp.c_fc: {column: ffn}", "mlp.c_fc: {row: ffn}", "mlp.c_"),
-]
+REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
 FAULTS = [
     # -- the policy ---------------------------------------------------------------------------------------------------
     Fault("fused q, k, v as one block", QKV, policy=(("[heads, heads, heads]", "[heads]"),)),

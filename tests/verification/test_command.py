@@ -17,28 +17,6 @@ from tests.harness.tiers import mainly
 from tests.harness.worlds import pooled
 from tests.random_models import batches, build, cases
 
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["llama"], "one process is the reference model: add --tp 2, --pp 2, --dp 2 or --cp 2"),
-        (["llama", "--tp", "2", "--checks", "forwards"], "no check 'forwards'. Did you mean 'forward'? Known: "),
-        (["lama", "--tp", "2"], "'lama' is not a folder with a config.json or a model type"),
-        (["llama", "--tp", "2", "--dtype", "fp32"], "--dtype fp32 must be one of float64, float32, bfloat16, float16."),
-        (["llama", "--tp", "2", "--task", "classify"], "'classify' is not a task or a class of llama."),
-        (["llama", "--tp", "2", "--task", "masked"], "llama has no class for the task 'masked'; it has LlamaFor"),
-        (["llama", "--sp", "--pp", "2"], "--sp shards sequences over tensor-parallel ranks and needs --tp 2 or more"),
-        (["llama", "--tp", "2", "--config", "c.yaml"], "--config c.yaml is not supported with --tp, --pp, --cp"),
-        (["llama", "--tp", "2", "--device", "tpu"], "device must be cpu or cuda, not 'tpu'"),
-        (["gpt2", "--tp", "2", "--batches", "nowhere.py:batches"], "nowhere.py does not exist"),
-    ],
-)
-def test_errors_are_one_line(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["verify", *arguments])
-    assert result.exit_code == 1 and result.stdout == ""
-    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
-
-
 _SCRIPT = """
 import torch
 from torch import nn

@@ -182,24 +182,11 @@ def test_what_is_wrong_with_experts_is_found() -> None:
         verified({"ep": 2}, rows=3)
 
 
-def test_the_command() -> None:
-    with patch("autopar.tools.verification.verify.run_on_ranks", lambda work, world, **_: _Empty(work, world)):
-        result = CliRunner().invoke(app, ["verify", "mixtral", "--ep", "4", "--tp", "2", "--json"])
-        assert result.exit_code == 0, result.output
-        assert '"world": 4' in result.stdout and '"ep": 4' in result.stdout
-    refused = CliRunner().invoke(app, ["verify", "mixtral", "--ep", "2", "--config", "c.yaml"])
-    assert "is not supported with --tp, --pp, --cp, --ep, --sp" in refused.stderr
+def test_the_command_starts_as_many_ranks_as_share_experts() -> None:
+    with patch("autopar.tools.verification.verify.run_on_ranks", side_effect=autopar.ConfigError("started")) as start:
+        result = CliRunner().invoke(app, ["verify", "mixtral", "--ep", "4", "--tp", "2"])
+    assert result.stderr == "error: started\n"
+    work, world = start.call_args.args
+    assert world == 4 and work.args[1].expert_parallel_size == 4
     with pytest.raises(autopar.ConfigError, match="expert_parallel_size=2 must be 1 or a multiple of"):
         autopar.verify(llama(), {"ep": 2}, data_parallel_size=3)
-
-
-class _Empty:
-    """The report of no processes."""
-
-    ok = True
-
-    def __init__(self, work: Any, world: int) -> None:
-        self.config, self.world = work.args[1], world
-
-    def to_dict(self) -> dict[str, int]:
-        return {"world": self.world, "ep": self.config.expert_parallel_size}

@@ -188,26 +188,31 @@ def _of_config(
     config: PretrainedConfig, names: Any, every: bool, folder: str = "", own: Mapping[str, Any] | None = None
 ) -> list[Head]:
     """Return the classes in ``names``, or the usual class, from transformers or from the folder's code (``own``)."""
-    found = own or _classes(config)
+    found = own or classes_of(config.model_type, type(config))
     if not found:
         raise ConfigError(f"transformers has no model class for model_type '{config.model_type}'")
     chosen = sorted(found) if every else [name for name in names if name in found] or _usual(found)
     return [Head(name, partial(_build, found[name], config), found[name], config, folder) for name in chosen]
 
 
-def _classes(config: PretrainedConfig) -> dict[str, type[PreTrainedModel]]:
-    """Return all transformers classes for this type of config, by name."""
+def auto_classes(model_type: str) -> set[str]:
+    """Return the names of the classes that transformers' auto classes make for a model type."""
     names: set[str] = set()
     for name, table in vars(modeling_auto).items():
         if name.endswith("_MAPPING_NAMES") and name != "CONFIG_MAPPING_NAMES":
-            listed = table.get(config.model_type, ())
+            listed = table.get(model_type, ())
             names |= {listed} if isinstance(listed, str) else set(listed)
-    found = {name: getattr(transformers, name) for name in names if hasattr(transformers, name)}
+    return names
+
+
+def classes_of(model_type: str, kind: type[PretrainedConfig]) -> dict[str, type[PreTrainedModel]]:
+    """Return all transformers classes for a model type and the class of its config, by name."""
+    found = {name: getattr(transformers, name) for name in auto_classes(model_type) if hasattr(transformers, name)}
     try:
-        module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+        module = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
     except ModuleNotFoundError:  # the type uses classes of a different type
         return found
-    return {**found, **_siblings(module, type(config))}
+    return {**found, **_siblings(module, kind)}
 
 
 def _siblings(module: ModuleType, config_class: type) -> dict[str, type[PreTrainedModel]]:

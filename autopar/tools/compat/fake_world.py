@@ -7,7 +7,6 @@ bypasses the dispatcher or rejects tensors without memory.
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
@@ -27,7 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.compat.c10d import fake_worlds
 from autopar.compat.tensors import no_dispatch_modes
-from autopar.tools.compat.operators import FakeWork, ProcessGroup, tensors_in
+from autopar.tensor_tracking import tensors_in
+from autopar.tools.compat.operators import FakeWork, ProcessGroup
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:
@@ -163,7 +163,6 @@ def _replaced(rank: int, size: int, callbacks: World) -> list[tuple[Any, str, An
     return [
         (distributed_c10d, "_new_group_with_tag", made),
         *((place, "monitored_barrier", lambda group=None, *_, **__: dist.barrier(group)) for place in _HOMES),
-        (dist, "all_gather_object", _gather_objects),
         (dist, "broadcast_object_list", objects),
         *((kind, "wait", waited) for kind in (FakeWork, dist.Work)),
         (torch.Tensor, "__format__", shown),
@@ -232,24 +231,6 @@ def _mesh_broadcast(
 ) -> Any:
     """Broadcast a DTensor's full tensor. Torch skips tensors without memory."""
     return dist.broadcast(tensor, group=mesh.get_group(mesh_dim), async_op=async_op, group_src=group_src)
-
-
-def _gather_objects(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    """Gather objects with the collectives of torch's ``all_gather_object``. Unpickle equal objects only once."""
-    members = dist.get_world_size(group)
-    if members < 0:
-        return  # not a member
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    sizes = torch.zeros(members, dtype=torch.long)
-    dist.all_gather(list(sizes.split(1)), torch.tensor([data.numel()]), group=group)
-    rows = torch.zeros(members, int(sizes.max()), dtype=torch.uint8)
-    given = torch.zeros_like(rows[0])
-    given[: data.numel()] = data
-    dist.all_gather(list(rows.unbind()), given, group=group)
-    packed = [row.tobytes() for row in rows.numpy()]  # pickle ignores the trailing zeros
-    unpacked = {each: pickle.loads(each) for each in dict.fromkeys(packed)}
-    for place, each in enumerate(packed):
-        object_list[place] = unpacked[each]
 
 
 def _compare_shapes(group: Any, parameters: list[torch.Tensor], logger: Any = None) -> None:

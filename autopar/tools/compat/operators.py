@@ -6,10 +6,13 @@ operators of all callers: this library, FSDP2 and the reducer of ``DistributedDa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch._C._distributed_c10d import FakeWork, ProcessGroup, _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group, _world  # type: ignore[attr-defined]
@@ -34,58 +37,21 @@ class Operator(NamedTuple):
     group: int
     peer: int = -1
     result: bool = True
-    splits: tuple[int, ...] = ()
+    splits: Sequence[int] = ()
     tag: int = -1
     reduction: int = -1
 
 
-OPERATORS: dict[str, Operator] = {
-    "allreduce_": Operator("all_reduce", 0, 0, 1, reduction=2),
-    "allreduce_coalesced_": Operator("all_reduce", 0, 0, 1, reduction=2, result=False),
-    "allgather_": Operator("all_gather", 0, 1, 2),
-    "_allgather_base_": Operator("all_gather", 0, 1, 2),
-    "allgather_into_tensor_coalesced_": Operator("all_gather", 0, 1, 2, result=False),
-    "reduce_scatter_": Operator("reduce_scatter", 0, 1, 2, reduction=3),
-    "_reduce_scatter_base_": Operator("reduce_scatter", 0, 1, 2, reduction=3),
-    "reduce_scatter_tensor_coalesced_": Operator("reduce_scatter", 0, 1, 2, reduction=3, result=False),
-    "alltoall_": Operator("all_to_all", 0, 1, 2),
-    "alltoall_base_": Operator("all_to_all", 0, 1, 2, result=False, splits=(3, 4)),
-    "broadcast_": Operator("broadcast", 0, 0, 1, peer=2),
-    "reduce_": Operator("reduce", 0, 0, 1, peer=3, reduction=2, result=False),
-    "gather_": Operator("gather", 0, 1, 2, peer=3, result=False),
-    "scatter_": Operator("scatter", 0, 1, 2, peer=3),
-    "barrier": Operator("barrier", 0, 0, 1, result=False),
-    "send": Operator("send", 0, 0, 1, peer=2, result=False, tag=3),
-    "recv_": Operator("recv", 0, 0, 1, peer=2, result=False, tag=3),
-    "recv_any_source_": Operator("recv", 0, 0, 1, result=False, tag=2),
+TABLES: dict[str, dict[str, Operator]] = {
+    namespace: {name: Operator(**fields) for name, fields in operators.items()}
+    for namespace, operators in yaml.safe_load(Path(__file__).with_name("collectives.yaml").read_text("utf-8")).items()
 }
-
-
-_REDUCED = Operator("all_reduce", -1, 0, 2, reduction=1)
-_GATHERED = Operator("all_gather", -1, 0, 2)
-_SCATTERED = Operator("reduce_scatter", -1, 0, 3, reduction=1)
-
-FUNCTIONAL: dict[str, Operator] = {
-    **dict.fromkeys(("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"), _REDUCED),
-    **{f"all_gather_into_tensor{form}": _GATHERED for form in ("", "_out", "_coalesced")},
-    **{f"reduce_scatter_tensor{form}": _SCATTERED for form in ("", "_out", "_coalesced")},
-    "all_to_all_single": Operator("all_to_all", -1, 0, 3, splits=(1, 2)),
-    **dict.fromkeys(("broadcast", "broadcast_"), Operator("broadcast", -1, 0, 2, peer=1)),
-    "isend": Operator("send", -1, 0, 3, peer=1, tag=2),
-    "irecv": Operator("recv", -1, 0, 3, peer=1, tag=2),
-}
-"""Operators of ``torch.distributed._functional_collectives``, which DTensors issue."""
-
-_TABLES = {
-    "c10d": OPERATORS,
-    "_c10d_functional": FUNCTIONAL,
-    "_dtensor": {"shard_dim_alltoall": Operator("all_to_all", -1, 0, 3)},
-}
+"""Namespace -> name of a dispatcher operator -> its description."""
 
 
 def operator_of(function: Any) -> Operator | None:
     """Return the collective of a dispatcher operator; None if the operator is not a collective."""
-    table = _TABLES.get(getattr(function, "namespace", ""))
+    table = TABLES.get(getattr(function, "namespace", ""))
     return None if table is None else table.get(function._schema.name.partition("::")[2])
 
 
@@ -117,13 +83,6 @@ def reduction_of(argument: Any) -> str:
 def in_parts(types: Any) -> bool:
     """Return whether a class is a DTensor, whose operators are decomposed into operators on local tensors."""
     return any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types)
-
-
-def tensors_in(argument: Any) -> list[torch.Tensor]:
-    """Return the tensors of an operator's argument, which may be lists of lists."""
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    return [x for each in argument for x in tensors_in(each)] if isinstance(argument, list | tuple) else []
 
 
 def done(out: list[torch.Tensor] | None = None, handle: FakeWork | None = None) -> Any:

@@ -49,6 +49,7 @@ from autopar.tools.derivation.trace import (
     Trace,
     Traced,
     block_lists,
+    running,
     trace,
     traced,
     underivable,
@@ -455,46 +456,34 @@ def _local(x: torch.Tensor, tracking: FeatureTracking, own: torch.Tensor) -> tup
 
 
 class _ShardRecorder(ValuelessTracking):
-    def __init__(self) -> None:
+    def __init__(self, stack: list[str], suspended: set[str]) -> None:
         super().__init__()
-        self.calls, self.stack, self.suspended = _Calls(list), list[str](), 0
+        self.calls, self._stack, self._suspended = _Calls(list), stack, suspended
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if not self.suspended and name_of(func) not in SHAPE_ONLY:
+        if self._suspended.isdisjoint(self._stack) and name_of(func) not in SHAPE_ONLY:
             outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
             shapes = tuple(tuple(x.shape) for x in outputs)
-            _note(self.calls, self.stack, func, args, outputs, shapes)
+            _note(self.calls, self._stack, func, args, outputs, shapes)
 
 
 def _run_shard(models: list[Traced], seen: Trace, plan: Plan, rank: int) -> _Calls:
     shard: Any = copy.deepcopy(models[0].model)
     region = Region(Axis("tp", None, range(plan.tp), rank))
     apply(shard, plan, region.axis, region)
-    mode = _ShardRecorder()
-    for path, module in shard.named_modules():
-
-        def before(*_: Any, path: str = path) -> None:
-            mode.stack.append(path)
-            mode.suspended += path in seen.suspended
-
-        def after(*_: Any, path: str = path) -> None:
-            mode.stack.pop()
-            mode.suspended -= path in seen.suspended
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
-    for path, inputs in seen.runs:
-        model: nn.Module = shard.get_submodule(path)
-        try:
-            with mode:
-                run(model, (), inputs)
-        except Exception as error:
-            place = mode.stack[-1] if mode.stack else path
-            raise PolicyError(
-                f"the shard of one of {plan.tp} ranks fails in {place or 'the model'}, where the full model does not: "
-                f"{first_line(error)}",
-                plan.policy,
-            ) from error
+    with running(shard) as stack:
+        mode = _ShardRecorder(stack, seen.suspended)
+        for path, inputs in seen.runs:
+            try:
+                with mode:
+                    run(shard.get_submodule(path), (), inputs)
+            except Exception as error:
+                place = stack[-1] if stack else path
+                raise PolicyError(
+                    f"the shard of one of {plan.tp} ranks fails in {place or 'the model'}, where the full model does "
+                    f"not: {first_line(error)}",
+                    plan.policy,
+                ) from error
     return mode.calls
 
 

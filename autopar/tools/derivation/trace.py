@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from autopar.compat.tensors import no_dispatch_modes, own_modules, own_parameters
+from autopar.compat.tensors import in_backward, no_dispatch_modes, own_modules, own_parameters
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
 from autopar.errors import UnsupportedModelError, type_and_text
@@ -452,3 +452,36 @@ def _untracked(hook: Callable[..., None]) -> Callable[..., None]:
             hook(*args)
 
     return run_hook
+
+
+@contextmanager
+def running(model: nn.Module) -> Iterator[list[str]]:
+    """Yield a list of the paths of the running modules, the outermost first."""
+    stack: list[str] = []
+    with hooked(model, lambda path, *_: stack.append(path), lambda *_: stack.pop()):
+        yield stack
+
+
+@contextmanager
+def hooked(
+    model: nn.Module, before: Callable[[str, Any, Any], Any], after: Callable[[str, Any], Any]
+) -> Iterator[None]:
+    """Call ``before(path, args, kwargs)`` and ``after(path, output)`` around each module, except in a backward."""
+    handles = []
+    for path, module in model.named_modules():
+
+        def enter(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            if not in_backward():
+                before(path, args, kwargs)
+
+        def leave(_: nn.Module, args: Any, output: Any, path: str = path) -> None:
+            if not in_backward():
+                after(path, output)
+
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

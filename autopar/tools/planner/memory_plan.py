@@ -50,6 +50,23 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
+def candidate_of(config: ParallelConfig, replicas: int, batch: int) -> Candidate:
+    """Return the candidate of a configuration; ``batch``: the samples of a replica in a step."""
+    size, count = config.pipeline.microbatch_size, config.pipeline.num_microbatches
+    size = min(size or batch, batch) if count is None else -(-batch // min(count, batch))  # the largest one
+    count = -(-batch // size) if count is None else min(count, batch)
+    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
+    return Candidate(
+        *(tp, pp, replicas, config.pipeline.schedule, size, count, config.zero_stage),
+        config.activation_checkpointing,
+        cp=config.context_parallel_size,
+        sequence_parallel=config.sequence_parallel and tp > 1,
+        ep=config.expert_parallel_size,
+        saves=config.checkpoint_saves,
+        every=config.checkpoint_every,
+    )
+
+
 def plan_memory(
     model: nn.Module,
     config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
@@ -102,18 +119,7 @@ def plan_memory(
         )
         if parsed.activation_checkpointing:
             planned.check_checkpointing()
-        size, count = parsed.pipeline.microbatch_size, parsed.pipeline.num_microbatches
-        size = min(size or batch, batch) if count is None else -(-batch // min(count, batch))  # the largest one
-        count = -(-batch // size) if count is None else min(count, batch)
-        candidate = Candidate(
-            *(tp, pp, replicas, parsed.pipeline.schedule, size, count, parsed.zero_stage),
-            parsed.activation_checkpointing,
-            cp=cp,
-            sequence_parallel=parsed.sequence_parallel and tp > 1,
-            ep=parsed.expert_parallel_size,
-            saves=parsed.checkpoint_saves,
-            every=parsed.checkpoint_every,
-        )
+        candidate = candidate_of(parsed, replicas, batch)
         estimator = Estimator(planned, find_node(), device=device, given=parsed)
         stages, states = planned.stages(parsed), planned.states(tp, candidate.ep)
         ranks = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.cli.tables import lines, shape, table
+from autopar.cli.tables import filled, lines, shape
 from autopar.compat.transformers import from_config
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, not_parallelized
@@ -32,14 +32,12 @@ def summary(model: nn.Module) -> str:
     Raises:
         ConfigError: If the model is not parallelized.
     """
-    from rich.markup import escape
-
     state = vars(model).get("_autopar")
     if state is None:
         raise not_parallelized(model)
     mpu, plan, stages = state.mpu, state.plan, state.stages
     held = dict(model.named_parameters())
-    entries: list[dict[str, Any]] = []
+    entries: list[dict[str, str]] = []
     for name, tensor in plan.tensors.items():
         names = [name, *tensor.aliases]
         here: Any = next((held[each] for each in names if each in held), None)
@@ -55,14 +53,11 @@ def summary(model: nn.Module) -> str:
                 "rule": rule_of(plan, tensor),
                 "here": "-" if local is None else shape(local.shape),
                 "dtype": tensor.dtype if local is None else str(local.dtype).removeprefix("torch."),
-                "stages": ", ".join(map(str, stages.holders(name))),
+                "stages": ", ".join(map(str, stages.holders(name))) if mpu.pp.size > 1 else "",
             }
         )
-    staged = mpu.pp.size > 1
-    header = ["parameter", "shape", "rule", "on this rank", "dtype", *(["pp rank"] if staged else [])]
-    tensors = table(*header)
-    for name, row in rows(entries):
-        tensors.add_row(*map(escape, [name, *list(row.values())[1 : len(header)]]))
+    cells = [[name, *list(row.values())[1:]] for name, row in rows(entries)]
+    tensors = filled(["parameter", "shape", "rule", "on this rank", "dtype", "pp rank"], cells)
     sizes = mpu.sizes._asdict()
     if sizes.get("cp") == 1:
         del sizes["cp"]

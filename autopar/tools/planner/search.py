@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -143,26 +142,24 @@ def search(estimator: Estimator, space: Space, count: int = 5, progress: bool | 
     across = [tp for tp in _divisors(space.gpus) if tp <= space.gpus_per_node and space.crosses(tp)]
     reason = f"tensor-parallel groups would cross nodes, of {space.gpus_per_node} GPUs each"
     found.refused += [((tp, 1, 1, space.gpus // tp), reason) for tp in across]
-    heapq.heapify(fitting)
+    fitting.sort()
     kinds: dict[tuple[int, int, int, bool], Estimate] = {}
-    while fitting:
-        least, number, candidate = heapq.heappop(fitting)
+    tried = 0
+    for least, _, candidate in fitting:
         best = sorted(estimate.time for estimate in kinds.values())
         kind = (candidate.tp, candidate.cp, candidate.pp, candidate.checkpointing)
         known = kinds.get(kind)
-        if known is not None and least >= known.time:
-            continue  # later candidates of this kind are slower
         if known is None and len(best) >= 2 * count and least >= best[count - 1]:
-            heapq.heappush(fitting, (least, number, candidate))
             break
-        estimate = estimator.estimate(candidate)
-        if known is None or estimate.time < known.time:
-            kinds[kind] = estimate
+        tried += 1
+        if known is None or least < known.time:  # else later candidates of this kind are slower
+            estimate = estimator.estimate(candidate)
+            kinds[kind] = min(known or estimate, estimate, key=lambda each: each.time)
     ranked = sorted(kinds.values(), key=lambda estimate: estimate.time)
     fastest = [with_kept(estimator, estimate) for estimate in ranked[:count]]
     found.best = sorted(fastest, key=lambda estimate: estimate.time)
     found.slower = [(estimate.candidate, estimate.time) for estimate in ranked[count:]]
-    found.slower += [(candidate, time) for time, _, candidate in sorted(fitting)]
+    found.slower += [(candidate, time) for time, _, candidate in fitting[tried:]]
     return found
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import multiprocessing
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -40,7 +39,7 @@ from autopar.tools.compat.fake_world import World, fake_world, without_data
 from autopar.tools.compat.operators import FakeWork
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.planned_model import keep_kernels, without_cache
-from autopar.tools.rehearsal.simulated_ranks import Answers, DeadlockDetector, LeftAloneError, Links, Transcript
+from autopar.tools.rehearsal.simulated_ranks import Answers, LeftAloneError, Links, Transcript, deliver
 from autopar.tools.rehearsal.timeline import Held, Work, WorkCount
 from autopar.tools.rehearsal.trace import Call, Group, Recorder, where
 
@@ -103,30 +102,18 @@ def run_round(
     Returns the result of each rank until its end or failure, and the tracebacks of failed ranks.
     """
     load()
-    context, deadlock = multiprocessing.get_context("fork"), DeadlockDetector(ranks)
-    links: dict[int, dict[int, Connection]] = {rank: {} for rank in ranks}
-    for one, other in itertools.combinations(ranks, 2):
-        links[one][other], links[other][one] = context.Pipe()
-    results, processes = {}, []
+    context = multiprocessing.get_context("fork")
+    links, processes = {}, []
     try:
         for rank in ranks:
-            results[rank], end = context.Pipe(duplex=False)
-            given = (job, rank, ranks, links[rank], coordinates, earlier, deadlock, end)
-            processes.append(context.Process(target=_main, args=given))
+            links[rank], end = context.Pipe()
+            processes.append(context.Process(target=_main, args=(job, rank, ranks, end, coordinates, earlier)))
             processes[-1].start()
             end.close()
-        found: dict[int, Rehearsed] = {}
-        failed: dict[int, str] = {}
-        left: dict[Any, int] = {result: rank for rank, result in results.items()}
-        while left:
-            ready: list[Any] = wait([*left])
-            for result in ready:
-                rank, error = left.pop(result), "its process ended"
-                with suppress(EOFError):
-                    error, found[rank] = result.recv()
-                if error:
-                    failed[rank] = error
-        return {rank: found[rank] for rank in results if rank in found}, failed
+        results = deliver(links)
+        failed = {rank: results[rank][0] if rank in results else "its process ended" for rank in ranks}
+        found = {rank: results[rank][1] for rank in ranks if rank in results}
+        return found, {rank: error for rank, error in failed.items() if error}
     finally:
         for process in processes:
             if sys.exc_info()[0] is not None:
@@ -138,17 +125,15 @@ def _main(
     job: Job,
     rank: int,
     ranks: Sequence[int],
-    links: dict[int, Connection],
+    link: Connection,
     coordinates: Sequence[tuple[int, ...]],
     earlier: Mapping[int, Transcript],
-    deadlock: DeadlockDetector,
-    result: Connection,
 ) -> None:
     gc.freeze()  # a collection would touch, and so copy, all pages of the parent
     torch.set_num_threads(1)
     count = None if job.gpu is None else WorkCount(job.gpu, str(getattr(job.config, "precision", "fp32")))
     notes = _Notes(count)
-    lines = Links(rank, links, deadlock)
+    lines = Links(link)
     answers = Answers(rank, ranks, lines, coordinates, earlier, notes.finishes)
     error, blocked_at = "", -1
     try:
@@ -172,9 +157,7 @@ def _main(
     try:
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
         found = Rehearsed(notes.parts, notes.work, after, held, answers.transcript, notes.waited, blocked_at)
-        lines.tell_end()  # first, because another rank may wait for this rank
-        result.send((error, found))
-        lines.drain()
+        lines.end((error, found))
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

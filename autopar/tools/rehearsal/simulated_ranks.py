@@ -10,14 +10,10 @@ from __future__ import annotations
 import functools
 import math
 import pickle
-import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.sharedctypes import RawArray
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +22,8 @@ from autopar.compat.tensors import no_dispatch_modes
 from autopar.distributed.axis import MeshSizes
 from autopar.distributed.mesh import rank_groups
 from autopar.plan.plan import Plan
-from autopar.tools.compat.operators import FakeWork, Operator, done, tensors_in
+from autopar.tensor_tracking import tensors_in
+from autopar.tools.compat.operators import FakeWork, Operator, done
 from autopar.tools.rehearsal.trace import Call, Group
 
 _FEW = 8  # a world, or a product of tp, cp and dp, up to this size is rehearsed in full
@@ -236,7 +233,7 @@ class Answers:
 
     def __call__(self, operator: Operator, call: Call, args: tuple[Any, ...]) -> Any:
         """Run a collective. Tensors without memory need no exchange."""
-        out, given = tensors_in(args[operator.out]), tensors_in(args[operator.given])
+        out, given = (list(tensors_in(args[place])) for place in (operator.out, operator.given))
         if call.kind == "recv" and call.peer < 0:
             raise RuntimeError(f"In a rehearsal a receiver must name a sender; got {call}: {call.where}")
         check_sizes(call, call.group.ranks.index(self._rank), out, given)
@@ -323,50 +320,9 @@ class Answers:
         carry(call, ranks.index(self._rank), out, members)
 
 
-# -- messages between the processes, and the detection of deadlocks ---------------------------------------------------
-
-
-class DeadlockDetector:
-    """Detection of a deadlock among forked processes, by counts in shared memory.
-
-    Each process writes only its own counts. It counts a message before it sends it, or after it received it.
-    """
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._places = {rank: place for place, rank in enumerate(ranks)}
-        self._sent, self._taken, self._waiting = (RawArray("q", len(ranks)) for _ in range(3))
-
-    def sends(self, rank: int) -> None:
-        """Count a message that ``rank`` is about to send."""
-        self._sent[self._places[rank]] += 1
-
-    def takes(self, rank: int) -> None:
-        """Count a message that ``rank`` has received."""
-        self._taken[self._places[rank]] += 1
-
-    @contextmanager
-    def waits(self, rank: int) -> Iterator[None]:
-        """Mark ``rank`` as waiting inside the block."""
-        self._waiting[self._places[rank]] = True
-        try:
-            yield
-        finally:
-            self._waiting[self._places[rank]] = False
-
-    def detected(self) -> bool:
-        """Return whether all processes wait and no message is in transit: the counts are equal and do not change.
-
-        A process that resumes during the check receives a message first, which changes a count (Mattern, "Algorithms
-        for distributed termination detection", 1987).
-        """
-        before = [*self._sent, *self._taken]
-        still = all(self._waiting) and sum(self._sent) == sum(self._taken)
-        return still and before == [*self._sent, *self._taken]
-
+# -- messages between the processes of a round ------------------------------------------------------------------------
 
 _WAIT = 180.0  # seconds to wait for a message
-_LOOK = 0.5  # seconds between checks for a deadlock
-_END = "end"
 
 
 class LeftAloneError(BaseException):
@@ -374,69 +330,64 @@ class LeftAloneError(BaseException):
 
 
 class Links:
-    """A process's connections to the other processes of its round. A thread receives, so no sender blocks."""
+    """A rank's connection to the process that runs :func:`deliver`."""
 
-    def __init__(self, rank: int, links: Mapping[int, Connection], deadlock: DeadlockDetector) -> None:
-        self._rank, self._links, self._deadlock = rank, links, deadlock
-        self._early: dict[tuple[int, Any], list[Any]] = {}
-        self._ended: set[int] = set()
-        self._arrived: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
-        if links:
-            Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        origins = {link: rank for rank, link in self._links.items()}
-        while True:
-            for link in wait([*origins]):
-                self._arrived.put((origins[link], link.recv_bytes()))  # type: ignore[index, union-attr]
+    def __init__(self, link: Connection) -> None:
+        self._link = link
 
     def send(self, to: int, key: Any, value: Any) -> None:
-        """Send a value to a process, which may be this process. The receiver uses the same key."""
-        if to == self._rank:
-            self._early.setdefault((to, key), []).append(unpickled(pickled(value)))
-            return
-        self._deadlock.sends(self._rank)
-        self._links[to].send_bytes(pickled((key, value)))
+        """Send a value to a rank, which may be this rank. The receiver uses the same key."""
+        self._link.send(("send", to, key, pickled(value)))
 
     def receive(self, origin: int, key: Any) -> Any:
         """Return the next value with this key. Raises LeftAloneError if it never comes."""
-        waiting, until = self._early.setdefault((origin, key), []), time.monotonic() + _WAIT
-        while not waiting:
-            if origin in self._ended or origin == self._rank:
-                raise LeftAloneError
-            with self._deadlock.waits(self._rank):
-                arrived = self._next(_LOOK)
-                if arrived is None and self._deadlock.detected():
-                    raise LeftAloneError
-            if arrived is not None:
-                self._take(*arrived)
-            elif time.monotonic() > until:
-                raise RuntimeError(f"Timed out after {_WAIT:g} s: rank {origin} sent no message with key {key}")
-        return waiting.pop(0)
+        self._link.send(("receive", origin, key))
+        if not self._link.poll(_WAIT):
+            raise RuntimeError(f"Timed out after {_WAIT:g} s: rank {origin} sent no message with key {key}")
+        data = self._link.recv()
+        if data is None:
+            raise LeftAloneError
+        return unpickled(data)
 
-    def tell_end(self) -> None:
-        """Notify the other processes that this rank's program has ended."""
-        for rank in self._links:
-            self.send(rank, _END, None)
+    def end(self, result: Any) -> None:
+        """Send the result of the rank's program."""
+        self._link.send(("end", result))
 
-    def drain(self) -> None:
-        """Receive messages until all programs have ended."""
-        with self._deadlock.waits(self._rank):
-            while self._ended < {*self._links} and (arrived := self._next(_WAIT)):
-                self._take(*arrived)
 
-    def _next(self, seconds: float) -> tuple[int, bytes] | None:
-        try:
-            return self._arrived.get(timeout=seconds)
-        except Empty:
-            return None
+def deliver(links: Mapping[int, Connection]) -> dict[int, Any]:
+    """Deliver the messages of the ranks of a round until all end. Return the results of the ranks that did not die.
 
-    def _take(self, origin: int, data: bytes) -> None:
-        key, value = unpickled(data)
-        self._early.setdefault((origin, key), []).append(value)
-        self._deadlock.takes(self._rank)
-        if key == _END:
-            self._ended.add(origin)
+    A rank that awaits a message of a rank that has ended is left alone. If all ranks wait, all are left alone: every
+    message was sent before its sender waits, so none is in transit.
+    """
+    live, rank_of = dict(links), {link: rank for rank, link in links.items()}
+    sent: dict[tuple[int, int, Any], deque[bytes]] = defaultdict(deque)
+    awaited: dict[int, tuple[int, int, Any]] = {}  # receiver -> receiver, sender and key
+    results: dict[int, Any] = {}
+    while live:
+        for link in wait([*live.values()]):
+            rank = rank_of[link]  # type: ignore[index]
+            try:
+                kind, *given = live[rank].recv()
+            except EOFError:
+                kind, given = "died", []
+            if kind == "send":
+                to, key, data = given
+                sent[to, rank, key].append(data)
+            elif kind == "receive":
+                origin, key = given
+                awaited[rank] = (rank, origin, key)
+            else:
+                del live[rank]
+                awaited.pop(rank, None)
+            if kind == "end":
+                [results[rank]] = given
+        ready = [rank for rank, message in awaited.items() if sent[message] or message[1] not in live]
+        for rank in ready or ([*awaited] if len(awaited) == len(live) else ()):
+            waiting = sent[awaited.pop(rank)]
+            with suppress(OSError):  # the process has died
+                live[rank].send(waiting.popleft() if waiting else None)
+    return results
 
 
 def pickled(value: Any) -> bytes:

@@ -23,16 +23,8 @@ import torch.distributed as dist
 from autopar.call_site import OURS
 from autopar.errors import ConfigError
 from autopar.registry import TRACE
-from autopar.tensor_tracking import TensorTracking
-from autopar.tools.compat.operators import (
-    Operator,
-    group_of,
-    in_parts,
-    name_of_group,
-    operator_of,
-    reduction_of,
-    tensors_in,
-)
+from autopar.tensor_tracking import TensorTracking, tensors_in
+from autopar.tools.compat.operators import Operator, group_of, in_parts, name_of_group, operator_of, reduction_of
 
 _CARRIERS = (
     "agree.py",
@@ -157,7 +149,9 @@ class Recorder(TensorTracking):
             self._muted -= 1
 
     def _call(self, operator: Operator, args: tuple[Any, ...]) -> Call:
-        given, out = tensors_in(args[operator.given]), tensors_in(args[operator.out]) if operator.out >= 0 else []
+        given, out = list(tensors_in(args[operator.given])), list[torch.Tensor]()
+        if operator.out >= 0:
+            out = list(tensors_in(args[operator.out]))
         if operator.kind == "scatter":
             given, out = out, given  # only the root has inputs, but each rank has an output
         first = (given or out)[:1]

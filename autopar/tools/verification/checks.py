@@ -34,6 +34,7 @@ from autopar.plan.tensors import followed_form
 from autopar.storage.progress import hidden_bars
 from autopar.stored import stored_weights
 from autopar.tensor_tracking import TensorTracking, tensors_in
+from autopar.tools.derivation.trace import running
 from autopar.tools.verification.outputs import (
     OF_GRADIENTS,
     Distance,
@@ -48,7 +49,7 @@ from autopar.tools.verification.outputs import (
     same_floats,
     size_of_loss,
 )
-from autopar.tools.verification.recording import recording_of, running
+from autopar.tools.verification.recording import recording_of
 from autopar.tools.verification.report import RankMemory, Row
 from autopar.tools.verification.session import Session, switched_on
 
@@ -147,13 +148,13 @@ def backward(session: Session) -> list[Row]:
     rows = [worst_row("backward", "loss", losses, session.tolerance, show=False)]
     rows += [row for row in _output_rows("backward", outputs, session.tolerance) if row.what != "loss"]
     allowed = OF_GRADIENTS * session.tolerance
-    return [*rows, worst_row("backward", "worst gradient", _gradients(session), allowed)]
-
-
-def _gradients(session: Session) -> Iterator[Named]:
-    gradients = [parameter.grad for parameter in session.plain.parameters() if parameter.grad is not None]
-    floor = _SMALL * max((gradient.abs().max().item() for gradient in gradients if gradient.numel()), default=0.0)
     scale = (session.config.precision == "fp16" and getattr(session.optimizers[1], "loss_scale", None)) or 1.0
+    return [*rows, worst_row("backward", "worst gradient", gradients(session, scale), allowed)]
+
+
+def gradients(session: Session, scale: float = 1.0) -> Iterator[Named]:
+    """Compare the gradients of this rank's parameters, divided by ``scale``, with the reference model's shards."""
+    floor = _SMALL * _largest_gradient(session.plain)
     for name, mine, theirs in pairs(session):
         if (mine.grad is None) != (theirs.grad is None):
             lacking = "only the reference model has one" if mine.grad is None else "the reference model has none"
@@ -166,6 +167,11 @@ def _gradients(session: Session) -> Iterator[Named]:
             yield Named(name, measure(local(mine.grad) / scale, expected, floor))
 
 
+def _largest_gradient(model: nn.Module) -> float:
+    found = (p.grad.abs().max().item() for p in model.parameters() if p.grad is not None and p.grad.numel())
+    return max(found, default=0.0)
+
+
 # -- step -------------------------------------------------------------------------------------------------------------
 
 
@@ -173,8 +179,7 @@ def step(session: Session) -> list[Row]:
     """Compare the changes of the weights in an optimizer step. Runs after :func:`backward`."""
     before = {name: local(mine).clone() for name, mine, _ in pairs(session)}
     plain, parallel = session.optimizers
-    gradients = (p.grad.abs().max().item() for p in session.plain.parameters() if p.grad is not None and p.grad.numel())
-    largest = of_first(max(gradients, default=1.0))
+    largest = of_first(_largest_gradient(session.plain))
     for group in (*plain.param_groups, *parallel.param_groups):
         group["eps"] = 0.1 * largest or 1.0  # a small eps amplifies rounding errors to a full AdamW step
     if session.config.gradient_clipping:

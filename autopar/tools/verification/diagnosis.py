@@ -25,8 +25,8 @@ from autopar.plan.matching import around
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
 from autopar.tools.planner.parallelized import rule_of
-from autopar.tools.verification.checks import generated, prompt_of
-from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, gathered, local, local_part, measure, reseed
+from autopar.tools.verification.checks import Named, generated, gradients, prompt_of
+from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, gathered, reseed
 from autopar.tools.verification.recording import ModuleCall, Recording, recorded
 from autopar.tools.verification.report import Culprit, Row
 from autopar.tools.verification.session import Session
@@ -111,15 +111,8 @@ class Comparison:
         owners = zip(plain.entries, _owners(plain.entries, self.stages), strict=True)
         return [(e, own.get((e.path, e.kind, e.call)) if owner == self.rank else None) for e, owner in owners]
 
-    def backward(
-        self, plain: Recording, mine: Recording, models: tuple[nn.Module, nn.Module], largest: float
-    ) -> list[Event]:
-        """Return an event for each gradient of an output or a parameter, in the order of the backward pass.
-
-        Args:
-            models: The reference model and this rank's model, with gradients.
-            largest: The largest element of all parameter gradients.
-        """
+    def backward(self, plain: Recording, mine: Recording, parameters: Sequence[Named]) -> list[Event]:
+        """Return an event for each gradient of an output or of the ``parameters``, in the order of the backward."""
         scale = max((float(g.abs().max()) for e in plain.entries for g in e.gradients.values() if g.numel()), default=0)
         events: list[Event] = []
         for entry, other in reversed(self._paired(plain, mine)):
@@ -134,22 +127,9 @@ class Comparison:
                 readers = [path for path in listed if not any(other.startswith(f"{path}.") for other in listed)]
                 events.append(self._event(entry, "gradient", name, None if unknown else distance, tuple(readers)))
             if entry.kind == "input" and entry.call == 0:
-                events += self._of_parameters(entry, models, _SMALL * largest)
+                own = [each for each in parameters if each.name.rpartition(".")[0] == entry.path]
+                events += [self._event(entry, "parameter", *each) for each in own]
         return events
-
-    def _of_parameters(self, entry: ModuleCall, models: tuple[nn.Module, nn.Module], floor: float) -> Iterator[Event]:
-        plain, mine = (dict(model.named_parameters()) for model in models)
-        for name, parameter in plain.items():
-            if name.rpartition(".")[0] != entry.path:
-                continue
-            other = mine.get(name)
-            if other is None or other.is_meta:
-                yield self._event(entry, "parameter", name, None)  # on a different stage
-            elif (parameter.grad is None) != (other.grad is None):
-                yield self._event(entry, "parameter", name, Distance(float("inf"), "has a gradient in only one model"))
-            elif parameter.grad is not None and other.grad is not None:
-                expected = local_part(self.plan, name, parameter.grad, self.slices.mpu.shards.rank)
-                yield self._event(entry, "parameter", name, measure(local(other.grad), expected, floor))
 
     def _compare(self, path: str, actual: torch.Tensor, expected: torch.Tensor, floor: float) -> Distance | None:
         planned: ModulePlan | None = self.plan.modules.get(path)
@@ -273,11 +253,8 @@ def _training(session: Session) -> list[Event]:
     session.parallel.train()
     plain, mine = _recorded_step(session)
     comparison = Comparison(session)
-    gradients = [p.grad for p in session.plain.parameters() if p.grad is not None]
-    largest = max((gradient.abs().max().item() for gradient in gradients if gradient.numel()), default=0.0)
-    backward = comparison.backward(plain, mine, (session.plain, session.parallel), largest)
-    if session.mpu.dp_cp.size > 1:  # parameter gradients include all replicas
-        backward = [event._replace(verdict=None) if event.kind == "parameter" else event for event in backward]
+    replicas = session.mpu.dp_cp.size > 1  # whose gradients of parameters include all replicas
+    backward = comparison.backward(plain, mine, () if replicas else list(gradients(session)))
     return comparison.forward(plain, mine) + backward
 
 

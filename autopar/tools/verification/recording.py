@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.compat.tensors import PLAIN, in_backward
+from autopar.compat.tensors import PLAIN
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import leaves
 from autopar.pipeline_parallel.outputs import complete
 from autopar.tensor_tracking import TensorTracking, tensors_in
+from autopar.tools.derivation.trace import hooked
 from autopar.tools.verification.report import Traffic
 
 
@@ -80,41 +81,8 @@ def recorded(model: nn.Module) -> Iterator[Recording]:
     def after(path: str, output: Any) -> None:
         recording.note(path, "output", {"": output} if isinstance(output, torch.Tensor) else complete(output))
 
-    with _hooked(model, before, after):
+    with hooked(model, before, after):
         yield recording
-
-
-@contextmanager
-def running(model: nn.Module) -> Iterator[list[str]]:
-    """Yield a list of the paths of the running modules, the outermost first."""
-    stack: list[str] = []
-    with _hooked(model, lambda path, *_: stack.append(path), lambda *_: stack.pop()):
-        yield stack
-
-
-@contextmanager
-def _hooked(
-    model: nn.Module, before: Callable[[str, Any, Any], Any], after: Callable[[str, Any], Any]
-) -> Iterator[None]:
-    """Call ``before(path, args, kwargs)`` and ``after(path, output)`` around each module, except in a backward."""
-    handles = []
-    for path, module in model.named_modules():
-
-        def enter(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            if not in_backward():
-                before(path, args, kwargs)
-
-        def leave(_: nn.Module, args: Any, output: Any, path: str = path) -> None:
-            if not in_backward():
-                after(path, output)
-
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Collective(NamedTuple):

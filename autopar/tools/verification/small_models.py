@@ -1,8 +1,8 @@
 """Build small models with the structure of large models: a config with small sizes, and random weights.
 
-Sizes are recognized by their names. The small config keeps grouped queries, tied weights, and one layer of each kind.
-``small_fields.yaml`` lists fields that need special values. Norms, biases and constant matrices get random values,
-because constants hide mistakes.
+Sizes are recognized by their names (``small_sizes.yaml``). The small config keeps grouped queries, tied weights, and
+one layer of each kind. ``small_fields.yaml`` lists fields that need special values. Norms, biases and constant matrices
+get random values, because constants hide mistakes.
 
 The policy of a large model is derived from a small model, because tracing a large model takes minutes. A dry run checks
 it on the large model. The kind of a custom loss is measured: a batch's loss is compared with its samples' losses.
@@ -35,46 +35,28 @@ from autopar.policy.match import loss_kind
 from autopar.tools.derivation.derive import derive
 from autopar.tools.verification.batches import make_batches
 
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A safe loader with tuples (``!tuple [1, 2]``), because some configs distinguish them from lists."""
+
+
+_Loader.add_constructor("!tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True)))
+
+
+@functools.cache
+def read_data(path: Path) -> Mapping[str, Any]:
+    """Return the data of a YAML file. The data is cached; callers must not change it."""
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+
+
 _FIELDS = Path(__file__).with_name("small_fields.yaml")
+_DATA = read_data(Path(__file__).with_name("small_sizes.yaml"))
+_LAYER_COUNTS, _HEAD_COUNTS, _KEY_COUNTS, _HIDDEN, _TOKEN = (
+    re.compile(_DATA["names"][kind]) for kind in ("layers", "heads", "keys", "hidden", "token")
+)
+_HEADS, _KV_HEADS, _WIDTH, _VOCABULARY = 4, 2, 8, 131
+_LAYERS, _EXPERTS, _PATCHES = 2, 4, 2
 LARGE = 1 << 24  # parameters; larger models are derived from a small model
-
-_HEADS, _KV_HEADS, _WIDTH, _VOCABULARY, _FEATURES = 4, 2, 8, 131, 36
-_LENGTH, _LAYERS, _EXPERTS, _RANK, _PATCHES = 64, 2, 4, 16, 2
-
-_LAYER_COUNTS = re.compile(
-    r"(num_|n_)?((hidden|encoder|decoder|text|vision|speech|transformer)_)?(layers?|blocks)|depth|num_hidden_layers"
-    r"|(text|speech)_(encoder|decoder)_layers|num_(block|decoder|encoder)_layers|num_block"
-)
-_HEAD_COUNTS = re.compile(r"(num_)?((encoder|decoder|self|index|text|vision)_)?(attention_)?heads|n_heads?|num_heads")
-_KEY_COUNTS = re.compile(r".*key_value_heads.*|num_kv_heads|multi_query_group_num|n_head_kv")
-_HIDDEN = re.compile(
-    r"((out|text|encoder|cross)_)?hidden_size|hidden_size_global|n_embd|d_model|dim|embed_dim|d_embed|emb_dim|embedding_dim|hidden_dim_?"
-    r"|width|word_embed_proj_dim|adapter_in_dim"
-)
-_HEAD_WIDTH = r"(.*_)?(head_dim|d_kv|kv_channels|attention_head_size|head_size)|qk_(rope|nope)_head_dim"
-_INNER = r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|d_inner|inner_dim|ffn_embed_dim)"
-_SIZES = {  # pattern of names -> maximum value; the first match counts
-    _HEAD_WIDTH: _WIDTH,
-    r"(q|kv|o)_lora_rank": _RANK,
-    _INNER: _FEATURES,
-    r"(.*_)?vocab_size|n_vocab|vocab_size_.*": _VOCABULARY,
-    r"rotary_dim": _WIDTH // 2,
-    r"n_group|topk_group": 1,
-    r"max_(.*_)?position(s|_embeddings)|n_positions|n_ctx|max_seq_len|model_max_length": _LENGTH,
-    r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_experts_per_layer": _EXPERTS,
-    r"num_experts_per_tok(en)?|moe_k|top_k|moe_top_?k|num_selected_experts": 2,
-    r"sliding_window|attention_window_size|local_attention": 4,
-    r"mask_(time|feature)_length": 2,
-    r"(mamba_)?chunk_size": _WIDTH,
-    r"mamba_d_state|(ssm_)?state_size": 2 * _WIDTH,
-}
-_STATE_HEADS = (
-    ("num_heads", "head_dim"),
-    ("mamba_n_heads", "mamba_d_head"),
-    ("n_mamba_heads", "mamba_headdim"),
-    ("mamba_num_heads", "mamba_head_dim"),
-)
-_TOKEN = re.compile(r".*_token_(id|index)|.*_token_ids")
 
 
 def small_config(config: PretrainedConfig, *, block: int = 1) -> PretrainedConfig:
@@ -114,7 +96,7 @@ def _shrink(config: PretrainedConfig, block: int = 1) -> None:
         config.qk_head_dim = sum(parts)  # with and without rotary embedding
     _set_rotary(config)
     inner = int(found.get("expand") or found.get("mamba_expand") or 0) * int(found.get("hidden_size") or 0)
-    for count, width in _STATE_HEADS:  # state-space heads must fill the inner width
+    for count, width in _DATA["state_heads"]:  # state-space heads must fill the inner width
         if inner and type(found.get(count)) is int and type(found.get(width)) is int:
             setattr(config, width, min(found[width], 2 * _WIDTH))
             setattr(config, count, inner // found[width])
@@ -138,13 +120,13 @@ def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
     heads = max((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), default=0)
     hidden = next((value for name, value in _numbers(config) if _HIDDEN.fullmatch(name)), 0)
     for name, value in _numbers(config):
-        most = next((most for pattern, most in _SIZES.items() if re.fullmatch(pattern, name)), None)
+        width, most = (_most(name, _DATA[kind]) for kind in ("widths", "sizes"))
         if _HEAD_COUNTS.fullmatch(name) or (_KEY_COUNTS.fullmatch(name) and value >= heads):
             most = _HEADS
         elif _KEY_COUNTS.fullmatch(name):
             most = _KV_HEADS
-        elif re.fullmatch(f"{_HEAD_WIDTH}|{_INNER}", name):
-            most = -(-(most or 1) * max(1, block // _WIDTH) // block) * block
+        elif width is not None:
+            most = -(-width * max(1, block // _WIDTH) // block) * block
         elif _HIDDEN.fullmatch(name) or (value == hidden and "size" in name):
             most = _HEADS * max(_WIDTH, block)
         elif name == "image_size" and type(getattr(config, "patch_size", None)) is int:
@@ -153,6 +135,10 @@ def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
             most = _PATCHES * config.patch_size * (1 << (len(depths) - 1) if convolves else 1)
         if most is not None and value > 1:
             yield name, min(value, most)
+
+
+def _most(name: str, sizes: Mapping[str, int]) -> int | None:
+    return next((most for pattern, most in sizes.items() if re.fullmatch(pattern, name)), None)
 
 
 def _set_layers(config: PretrainedConfig) -> None:
@@ -281,19 +267,6 @@ def randomise(model: nn.Module) -> nn.Module:
             elif not parameter.is_meta and parameter.numel() > 1 and (parameter == parameter.flatten()[0]).all():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
-
-
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A safe loader with tuples (``!tuple [1, 2]``), because some configs distinguish them from lists."""
-
-
-_Loader.add_constructor("!tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True)))
-
-
-@functools.cache
-def read_data(path: Path) -> Mapping[str, Any]:
-    """Return the data of a YAML file. The data is cached; callers must not change it."""
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
 
 
 _SAMPLES, _TOKENS, _SEEN = 3, 10, 1e-6  # of the measured batch; the minimum visible difference

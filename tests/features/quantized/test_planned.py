@@ -1,21 +1,19 @@
 """What is planned of a quantized base with adapters against what ranks hold: equal, byte for byte."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
 from autopar.errors import ConfigError
 from autopar.plan.plan import held
 from autopar.tools.commands.models import add_lora, kind_of, mark_quantized
 from tests.features.quantized.models import FAMILIES, adapted, quantized
 from tests.harness.worlds import pooled
+from tests.planner.command import planned, run
 from tests.planner.saved_bytes import SavedBytes
 
 SEQUENCE = 15
@@ -47,8 +45,8 @@ def planned_is_held(form: str, family: str, config: dict[str, Any]) -> None:
     gradients = [p.grad.nbytes for p in model.parameters() if p.grad is not None]
     states = [x.nbytes for state in optimizer.state.values() for x in state.values()]
     for due in (plan.ranks[place], without.ranks[place]):
-        planned = due.weights, due.gradients, due.optimizer
-        assert planned == (held(model)[1], sum(gradients), sum(states)), (config, place)
+        states_of = due.weights, due.gradients, due.optimizer
+        assert states_of == (held(model)[1], sum(gradients), sum(states)), (config, place)
     kept = plan.kept[place], without.kept[place], saved.most
     assert len({*kept}) == 1 and saved.most > 0, (config, place, kept)
 
@@ -63,10 +61,6 @@ def test_two_ranks_hold_what_is_planned(form: str, family: str) -> None:
         planned_is_held(form, family, {**config, **pipeline})
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
-
-
 @pytest.mark.tier("test")
 def test_the_command(tmp_path: Path) -> None:
     FAMILIES["llama"][1]().save_pretrained(tmp_path)
@@ -74,7 +68,7 @@ def test_the_command(tmp_path: Path) -> None:
     given = (tmp_path, *sizes, "--lora", 8)
     text = run(*given, "--quantization", "nf4-double").stdout
     assert "763,968 parameters, 49,152 of them trained, the rest in bitsandbytes nf4 with quantized scales" in text
-    found = json.loads(run(*given, "--quantization", "nf4-double", "--json").stdout)
+    found = planned(*given, "--quantization", "nf4-double")
     assert found["best"][0]["memory"][0]["weights"] > 0
     refused = run(*given, "--quantization", "nf5")
     assert refused.exit_code == 1
@@ -88,7 +82,7 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_folder_that_is_quantized_already(form: str, tmp_path: Path) -> None:
     quantized(form).save_pretrained(tmp_path)
     sizes = ("--gpus", 1, "--sequence", 16, "--global-batch", 4, "--zero", 0, "--precision", "fp32")
-    found = json.loads(run(tmp_path, *sizes, "--lora", 4, "--json").stdout)
+    found = planned(tmp_path, *sizes, "--lora", 4)
     assert found["best"][0]["memory"][0]["weights"] == held(adapted(form))[1]
     with autopar.lazy_init():
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
