@@ -18,7 +18,7 @@ LINES = {
     "config": 594,
     "data_parallel": 2579,
     "deferred_init": 996,
-    "distributed": 2445,
+    "distributed": 2447,
     "dry_run": 1567,
     "features": 11025,
     "compat": 912,
