@@ -27,15 +27,8 @@ def adapted(seed=0, **changes):
 pytestmark = pytest.mark.together  # what one process trains is made once
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("one-process")
-    run_on_one_process(path)
-    return path
-
-
 @pooled(world_size=1)
-def run_on_one_process(folder):
+def on_one_process(folder):
     with launched():
         for name, changes in MODES.items():
             one_process(folder, name, adapted(), **changes)
