@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from copy import deepcopy
 from types import MethodType
 from typing import Any, Self
@@ -72,6 +73,27 @@ def unswap(target: Any, mixin: type, *attributes: str) -> None:
         target.__class__ = kind._autopar_plain
     for name in attributes:
         vars(target).pop(name, None)
+
+
+@contextmanager
+def replaced(entries: MutableMapping[str, Any], changes: Mapping[str, Any]) -> Iterator[None]:
+    """Replace entries of a mapping in the block, such as the attributes in ``vars(module)``, and restore them."""
+    before = {name: entries[name] for name in changes}
+    entries.update(changes)
+    try:
+        yield
+    finally:
+        entries.update(before)
+
+
+class Proxy:
+    """An object with some attributes replaced."""
+
+    def __init__(self, target: Any, **own: Any) -> None:
+        vars(self).update(own, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
 
 
 def argument_names(module: Any) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from autopar.compat.tensors import (
     storage_id,
     tree_leaves,
     tree_map_only,
+    tree_map_with_path,
 )
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -75,6 +76,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in([*value.values()])
     elif not isinstance(value, PLAIN):
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def map_tensors(change: Callable[[Any, torch.Tensor], Any], value: Any) -> Any:
+    """Return a nested value with each tensor replaced by ``change(path, tensor)``."""
+    return tree_map_with_path(lambda path, x: change(path, x) if isinstance(x, torch.Tensor) else x, value)
 
 
 def parts_of(tensor: Any) -> list[torch.Tensor]:

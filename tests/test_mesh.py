@@ -47,18 +47,6 @@ def test_ranks_of_experts_under_megatrons_names_and_places_of_shards():
 
 
 @pooled(world_size=8)
-def test_two_four_then_four_two_then_two_four():
-    before = len(dist.distributed_c10d._world.pg_map)
-    for tp, pp in [(2, 4), (4, 2), (2, 4)]:
-        mpu = MPU(tensor_parallel_size=tp, pipeline_parallel_size=pp)
-        x = torch.tensor([float(dist.get_rank())])
-        dist.all_reduce(x, group=mpu.get_tensor_parallel_group())
-        assert x.item() == sum(mpu.tp.ranks)
-        mpu.destroy()
-        assert len(dist.distributed_c10d._world.pg_map) == before
-
-
-@pooled(world_size=8)
 def test_getters_answer_the_same_under_every_spelling():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     rank = dist.get_rank()

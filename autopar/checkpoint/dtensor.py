@@ -92,8 +92,6 @@ def disjoint_ranges(layout: Layout, rank: int) -> tuple[Range, ...]:
 
     ``torch.distributed.checkpoint`` writes equal ranges once, and raises if ranges overlap otherwise.
     """
-    if not layout.replicated:
-        return layout.ranges(rank)
     bounds = sorted({bound for r in range(layout.axis_size) for held in layout.ranges(r) for bound in held})
     return tuple(
         part

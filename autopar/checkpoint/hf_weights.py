@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.staging import link
 from autopar.checkpoint.state import STATE, State, local_tensors, state_of
 from autopar.distributed.agree import all_ranks, rank_zero, same_on_every_rank
+from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError, ConsistencyError
-from autopar.plan.plan import TensorPlan
+from autopar.layout import Layout
+from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.lazy_tensor import InMemory, open_piece
 
 
@@ -125,20 +128,30 @@ class FullWeights:
     @torch.no_grad()
     def gather(self, name: str) -> torch.Tensor:
         """Gather a tensor; a collective of the replica, and of the replicas where FSDP2 shards over them."""
-        mpu, plan, held = self.mpu, self.state.plan.tensors[name], self.local.get(name)
+        held, holders = self.local.get(name), self.state.holders.get(name, range(self.mpu.pp.size))
         shard = self.state.gather_rows(name, held) if isinstance(held, DTensor) else held
-        shard = shard.detach() if shard is not None else None
-        holders = self.state.holders.get(name, range(mpu.pp.size))
-        if len(holders) < mpu.pp.size:
-            if shard is None:
-                shard = torch.empty(plan.local_shape(mpu.shards.rank), dtype=self.dtypes[name], device=mpu.device)
-            shard = shard.contiguous()
-            dist.broadcast(shard.view(-1).view(torch.uint8), src=mpu.pp.ranks[min(holders)], group=mpu.pp.group)
-        assert shard is not None
-        if plan.layout is not None and self.state.plan.shards > 1:
-            axis = mpu.shards if name in self.state.plan.experts else mpu.tp
-            return all_gather(shard, axis, plan.layout.of_first(axis.size))
-        return shard.clone() if held is not None else shard
+        return gather_full(shard, self.state.plan.tensors[name], self.state.plan, self.mpu, holders, self.dtypes[name])
+
+
+def sharding(due: TensorPlan, plan: Plan, mpu: MPU) -> tuple[Axis, Layout | None]:
+    """Return the axis over which a tensor is sharded, and its layout on this axis."""
+    axis = mpu.shards if due.name in plan.experts else mpu.tp
+    return axis, None if due.layout is None else due.layout.of_first(axis.size)
+
+
+@torch.no_grad()
+def gather_full(
+    shard: torch.Tensor | None, due: TensorPlan, plan: Plan, mpu: MPU, holders: Collection[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the full tensor of a shard, which other stages receive in ``dtype`` from the first of its ``holders``."""
+    if shard is None or mpu.pp.rank not in holders:
+        shard = torch.empty(due.local_shape(mpu.shards.rank), dtype=dtype, device=mpu.device)
+    else:
+        shard = shard.clone(memory_format=torch.contiguous_format)
+    if len(holders) < mpu.pp.size:
+        dist.broadcast(shard.view(-1).view(torch.uint8), src=mpu.pp.ranks[min(holders)], group=mpu.pp.group)
+    axis, layout = sharding(due, plan, mpu)
+    return shard if layout is None or axis.size == 1 else all_gather(shard, axis, layout)
 
 
 # -- upload: all ranks merge into a folder, which rank 0 uploads with transformers' code -------------------------------
@@ -174,11 +187,8 @@ def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options:
 
     all_ranks(mpu, check, check=check_same_call)
     with ExitStack() as stack:
-
-        def start() -> str:
-            return stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-hub-", ignore_cleanup_errors=True))
-
-        folder = os.path.join(rank_zero(mpu, start), "merged")
+        made = functools.partial(tempfile.TemporaryDirectory, prefix="autopar-hub-", ignore_cleanup_errors=True)
+        folder = os.path.join(rank_zero(mpu, lambda: stack.enter_context(made())), "merged")
         model.save_parallelized(folder, merge_checkpoints=True, max_shard_size=max_shard_size)
         tags = options.get("tags") or []
         tags = [*(getattr(model, "model_tags", None) or []), *([tags] if isinstance(tags, str) else tags)]

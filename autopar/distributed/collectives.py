@@ -244,7 +244,7 @@ def exchanged(
 # -- autograd functions ------------------------------------------------------------------------------------------------
 
 
-def _linear(
+def linear(
     name: str,
     forward: Callable[..., torch.Tensor],
     backward: Callable[..., torch.Tensor],
@@ -274,11 +274,13 @@ def _linear(
     return type(name, (torch.autograd.Function,), members)
 
 
-def _itself(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def itself(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return ``x``."""
     return x
 
 
-def _as_view(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def as_view(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return a view of all of ``x``."""
     return x.view_as(x)
 
 
@@ -405,11 +407,11 @@ def sum_replicas(weight: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tens
 # -- forward, backward, and backward of the backward -------------------------------------------------------------------
 
 _EXIT, _ENTRY = "exit of a sharded region", "gradient at the entry of a sharded region"
-_Copy = _linear("_Copy", _as_view, all_reduce, reduce, "", f"all-reduce: {_ENTRY}")
-_Reduce = _linear("_Reduce", all_reduce, _itself, copy, f"all-reduce: {_EXIT}")
-_Gather = _linear("_Gather", all_gather, _owned_shard, _owned_again, f"all-gather: {_EXIT}")
-_Scatter = _linear("_Scatter", _own_shard, _joined, _joined_again, "", f"all-gather: {_ENTRY}")
-_ReduceScatter = _linear(
+_Copy = linear("_Copy", as_view, all_reduce, reduce, "", f"all-reduce: {_ENTRY}")
+_Reduce = linear("_Reduce", all_reduce, itself, copy, f"all-reduce: {_EXIT}")
+_Gather = linear("_Gather", all_gather, _owned_shard, _owned_again, f"all-gather: {_EXIT}")
+_Scatter = linear("_Scatter", _own_shard, _joined, _joined_again, "", f"all-gather: {_ENTRY}")
+_ReduceScatter = linear(
     "_ReduceScatter",
     reduce_scattered,
     lambda x, axis, dim, layout: all_gather(x, axis, layout, dim),
@@ -417,7 +419,7 @@ _ReduceScatter = _linear(
     f"reduce-scatter: {_EXIT}",
     "all-gather: gradient at the exit of a sharded region",
 )
-_AllToAll = _linear(
+_AllToAll = linear(
     "_AllToAll",
     exchanged,
     lambda x, axis, outwards, inwards: exchanged(x, axis, inwards, outwards),
@@ -425,9 +427,9 @@ _AllToAll = _linear(
     "all-to-all: rows",
 )
 _OF_REPLICAS = "all-reduce: gradient of a weight with replicated units"
-_SumReplicas = _linear("_SumReplicas", _as_view, _replicas_summed, _replicas_again, "", _OF_REPLICAS)
-_SumOfShards = _linear("_SumOfShards", sum_shards, _own_shard, scatter, f"all-reduce: {_ENTRY}")
-_SumOfReplicas = _linear("_SumOfReplicas", _replicas_summed, _itself, sum_replicas, _OF_REPLICAS)
+_SumReplicas = linear("_SumReplicas", as_view, _replicas_summed, _replicas_again, "", _OF_REPLICAS)
+_SumOfShards = linear("_SumOfShards", sum_shards, _own_shard, scatter, f"all-reduce: {_ENTRY}")
+_SumOfReplicas = linear("_SumOfReplicas", _replicas_summed, itself, sum_replicas, _OF_REPLICAS)
 
 
 class _ReduceInPlace(_Reduce):  # type: ignore[misc, valid-type]

@@ -29,6 +29,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.guards.model_changes import listed_ranks
 from autopar.guards.step import listeners
+from autopar.swap import Proxy, replaced
 
 _UNSET: Any = object()
 _meant: ContextVar[tuple[Any, bool]] = ContextVar("the chosen MPU, see meaning", default=(_UNSET, False))
@@ -90,14 +91,9 @@ def mesh_of(accelerator: Any) -> MPU | None:
     return only(found) if accelerator._models else mesh()
 
 
-class Place:
-    """A proxy of accelerate's state that counts replicas as processes."""
-
-    def __init__(self, state: Any, mpu: MPU) -> None:
-        self._state, self.num_processes, self.process_index = state, mpu.dp.size, mpu.dp.rank
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
+def of_replicas(state: Any, mpu: MPU) -> Proxy:
+    """Return a proxy of accelerate's state that counts replicas as processes."""
+    return Proxy(state, num_processes=mpu.dp.size, process_index=mpu.dp.rank)
 
 
 def prepare(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +171,7 @@ def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: A
     with meaning(mpu, deals=True):
         made = plain(accelerator, data_loader, *args, **kwargs)
     if isinstance(made, DataLoaderDispatcher):
-        made.state = Place(made.state, mpu)
+        made.state = of_replicas(made.state, mpu)
     return made
 
 
@@ -193,7 +189,7 @@ def _process_index(plain: Callable[..., int], accelerator: Any) -> int:
 
 def _split(plain: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     mpu = mesh()
-    return plain(state if mpu is None else Place(state, mpu), *args, **kwargs)
+    return plain(state if mpu is None else of_replicas(state, mpu), *args, **kwargs)
 
 
 def _split_of(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,14 +208,11 @@ def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if mpu is None or not stepping:
         plain(scheduler, *args, **kwargs)
         return
-    scheduler.split_batches = True  # one step per call
-    try:
+    with replaced(vars(scheduler), {"split_batches": True}):  # one step per call
         for _ in range(mpu.dp.size):
             total = getattr(scheduler.scheduler, "total_steps", None)  # of OneCycleLR
             if total is None or steps_of(scheduler.scheduler) <= total:
                 plain(scheduler, *args, **kwargs)
-    finally:
-        scheduler.split_batches = False
 
 
 def _for_accelerator(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:

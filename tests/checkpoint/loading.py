@@ -87,13 +87,15 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 
 
 @contextlib.contextmanager
-def logged(name: str) -> Iterator[list[str]]:
-    """Collect the messages of a logger."""
-    messages: list[str] = []
-    handler = logging.Handler()
+def logged(name: str, level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Collect the messages of a logger from a level on."""
+    logger, messages, handler = logging.getLogger(name), list[str](), logging.Handler(level)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
     try:
         yield messages
     finally:
-        logging.getLogger(name).removeHandler(handler)
+        logger.removeHandler(handler)
+        logger.setLevel(before)

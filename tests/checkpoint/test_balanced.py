@@ -16,9 +16,7 @@ from autopar.checkpoint.save import shares
 from autopar.checkpoint.shards import ShardReader, check_checkpoint
 from autopar.storage.safetensors_io import dtype_of, nbytes
 from tests.checkpoint.hybrid import Mesh, Run, assert_same
-from tests.checkpoint.tiny import contents
 from tests.exchange import raises_everywhere
-from tests.features.experts.mixtures import close, mixtral
 from tests.harness.worlds import pooled
 from tests.small import llama
 
@@ -72,67 +70,6 @@ def test_every_rank_writes_its_share_and_any_mesh_reads_it(tmp_path, precision):
             run.load(tmp_path / str(source))
             due = {n: t for n, t in saved[source].items() if precision == "fp32" or not n.endswith("::stepped")}
             assert_same({n: t for n, t in run.whole().items() if n in due}, due, f"{OF_FOUR[source]} to {target}")
-
-
-EXPERTS: list[dict[str, Any]] = [
-    {"ep": 4},
-    {"tp": 2, "ep": 4, "zero": {"stage": 1}},
-    {"ep": 2, "zero": {"stage": 1}},
-    {"ep": 2, "zero": {"stage": 3}},
-    {"ep": 2, "pp": 2, "zero": {"stage": 1}, "pipeline": {"num_microbatches": 2}},
-    {"tp": 2, "ep": 2, "zero": {"stage": 2}},
-    {"zero": {"stage": 1}},
-]
-
-
-def mixture(experts: int, config: dict[str, Any] | None, steps: int) -> tuple[Any, Any]:
-    """A mixture and its AdamW after some steps; on one process if ``config`` is None."""
-    model = mixtral(experts)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    dp: Any = None
-    if config is not None:
-        model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-        dp = model.mpu.dp
-    for step in range(steps):
-        ids = torch.randint(0, 31, (8, 8), generator=torch.Generator().manual_seed(step))
-        ids = ids if dp is None else ids.chunk(dp.size)[dp.rank]
-        if "pp" in (config or {}):
-            model.execute_pipeline({"input_ids": ids, "labels": ids}, optimizer=optimizer)
-        else:
-            model(input_ids=ids, labels=ids).loss.backward()
-            if dp is not None:
-                autopar.average_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("experts", [4, 5])
-@pooled(world_size=4)
-def test_experts_over_replicas_from_any_mesh_to_any(experts, tmp_path):
-    """What a mesh saves is what one process has; what another mesh reads of it and saves again has the same bits."""
-    plain, steps = mixture(experts, None, 2)
-    due = {f"model/{name}": parameter.detach() for name, parameter in plain.named_parameters()}
-    for name, parameter in plain.named_parameters():
-        due |= {f"optimizer/{name}::{key}": value for key, value in steps.state[parameter].items()}
-    saved = []
-    with shared_out():
-        for number, config in enumerate(EXPERTS):
-            model, optimizer = mixture(experts, config, 2)
-            folder = tmp_path / str(number)
-            model.save_parallelized(folder, optimizer=optimizer)
-            if experts == 4:  # else two experts lie on the first rank alone
-                assert_balanced(folder, config)
-            saved.append(contents(folder))
-            assert saved[-1].keys() == due.keys()
-            assert all(close(tensor, due[name]) for name, tensor in saved[-1].items()), config
-        for number, config in enumerate(EXPERTS):
-            model, optimizer = mixture(experts, config, 1)
-            for source in {number - 1, number - 3}:
-                model.from_parallelized(tmp_path / str(source % len(EXPERTS)), optimizer=optimizer)
-                model.save_parallelized(tmp_path / "again", optimizer=optimizer)
-                assert_same(contents(tmp_path / "again"), saved[source], f"{EXPERTS[source]} to {config}")
 
 
 @pooled(world_size=4)

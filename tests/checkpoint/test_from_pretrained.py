@@ -53,27 +53,6 @@ def test_a_family_is_equal(model_type, tmp_path):
     assert not any(parameter.is_meta for parameter in lazy.parameters())
 
 
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_it_trains_generates_and_saves(tmp_path):
-    path = shared(tmp_path / "m", llama())
-    plain, lazy = both(AutoModelForCausalLM, path, 2)
-    ids = torch.arange(12).view(2, 6)
-    expected, found = plain(ids, labels=ids), lazy(ids, labels=ids)
-    assert torch.equal(found.loss, expected.loss)
-    found.loss.backward()
-    assert all(parameter.grad is not None for parameter in lazy.parameters())
-    assert torch.equal(lazy.generate(ids, max_new_tokens=3), plain.generate(ids, max_new_tokens=3))
-    lazy.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
-    again = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
-    original = LlamaForCausalLM.from_pretrained(path)
-    for (name, one), other in zip(original.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other), name
-    whole = autopar.deparallelize(lazy)
-    for (name, one), other in zip(whole.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other), name
-
-
 @pooled(world_size=2)
 def test_files_in_all_their_forms(tmp_path):
     model = llama()

@@ -33,7 +33,12 @@ EXTRA = {"epoch": 3, "ema": [torch.arange(5.0), (torch.tensor(2), "x")]}
 @pytest.mark.parametrize("old", [(1, 1), (2, 2), (4, 1), (5, 1)], ids=str)
 def test_to_every_mesh_and_what_is_merged_then_is_byte_for_byte_the_same(tmp_path, old):
     plain = save_alone(tmp_path / "old", old[0], pp=old[1], optimizer=True, extra=EXTRA)
-    merge_checkpoint(tmp_path / "old", tmp_path / "merged")
+    merged = merge_checkpoint(tmp_path / "old", tmp_path / "merged")
+    save_file(saved_state(plain), tmp_path / "whole", metadata={"format": "pt"})
+    assert (tmp_path / "merged" / "model.safetensors").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert sorted(os.listdir(tmp_path / "merged")) == ["config.json", "model.safetensors"]
+    assert merged["files"] == {"model.safetensors": (tmp_path / "whole").stat().st_size}
+    assert (merged["parameters"], merged["tensors"]) == (plain.num_parameters(), len(saved_state(plain)))
     before = contents(tmp_path / "old")
     stored_is(tmp_path / "old", plain.state_dict())
     for tp, pp in MESHES:
@@ -101,18 +106,6 @@ def test_an_interrupted_one_leaves_nothing_and_can_be_run_again(tmp_path, stop):
     assert same(contents(tmp_path / "new"), before)
     reshard_checkpoint(tmp_path / "old", tmp_path / "new", tp=3, force=True)
     assert same(contents(tmp_path / "new"), contents(tmp_path / "old"))
-
-
-@pytest.mark.parametrize("tp", [1, 2, 3, 4, 5])
-def test_merged_file_is_what_one_process_would_write(tmp_path, tp):
-    plain = save_alone(tmp_path / "ckpt", tp)
-    result = merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")
-    save_file(saved_state(plain), tmp_path / "whole", metadata={"format": "pt"})
-    assert (tmp_path / "merged" / "model.safetensors").read_bytes() == (tmp_path / "whole").read_bytes()
-    assert sorted(os.listdir(tmp_path / "merged")) == ["config.json", "model.safetensors"]
-    assert result["files"] == {"model.safetensors": (tmp_path / "whole").stat().st_size}
-    assert result["parameters"] == plain.num_parameters()
-    assert result["tensors"] == len(saved_state(plain))
 
 
 def test_only_numbers_with_a_point_become_another_dtype(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -38,7 +37,7 @@ from tests.checkpoint.tiny import (
     same,
     tiny,
 )
-from tests.harness.worlds import distributed, pooled, spawn
+from tests.harness.worlds import distributed, pooled
 from tests.small import gpt2, parallel
 
 
@@ -208,36 +207,6 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path):
                 if name == "a folder that is not shared":
                     refuse(name, parts, model.save_parallelized, tmp_path / "new")
     tiny(mpu).save_parallelized(tmp_path / "ckpt")
-
-
-def die_while_saving(folder: str, victim: int, merge: bool) -> None:
-    mpu = MPU(tensor_parallel_size=2)  # 2 x 2
-    tiny(mpu, seed=0).save_parallelized(folder)
-    dist.barrier()
-    death = before_each_write(lambda name: name == "gate" and os.kill(os.getpid(), signal.SIGKILL))
-    start, words = time.monotonic(), f"^rank {victim} of 4 failed.*\n.*{Path(folder).name}.*(unch|complete)"
-    with pytest.raises(CheckpointError, match=words), death if mpu.rank == victim else nullcontext():
-        tiny(mpu, seed=1).save_parallelized(folder, merge_checkpoints=merge)
-    assert time.monotonic() - start < 10
-
-
-def load_old(folder: str) -> None:
-    mpu = MPU(tensor_parallel_size=2)
-    model = tiny(mpu, seed=1).from_parallelized(folder)
-    assert same(local(model), local(tiny(mpu, seed=0)))
-    model.save_parallelized(folder)
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize(("victim", "merge"), [(1, False), (0, False), (1, True)])
-def test_a_rank_killed_in_the_middle_of_a_save(tmp_path, victim, merge):
-    folder = tmp_path / "ckpt"
-    spawn(__name__, "die_while_saving", 4, 60, (str(folder), victim, merge), expect_dead=(victim,))
-    left = [name for name in os.listdir(tmp_path) if name != "ckpt"]
-    assert len(left) == (1 if victim == 0 else 0)  # rank 0 cleans up, unless it is the one that died
-    assert not any((tmp_path / name / "autopar.json").exists() for name in left)
-    spawn(__name__, "load_old", 2, 60, (str(folder),))
-    assert os.listdir(tmp_path) == ["ckpt"]
 
 
 Tensors = Mapping[str, TensorPlan]

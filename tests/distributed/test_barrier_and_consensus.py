@@ -156,19 +156,6 @@ def test_the_others_learn_at_once_who_died(victim):
     spawn(__name__, "death", 4, 60, (victim,), expect_dead=(victim,))
 
 
-def death_before() -> None:
-    mpu = MPU()
-    if mpu.rank == 1:
-        os._exit(1)
-    with pytest.raises(CheckpointError, match="not on rank 1 of 3"):
-        barrier(mpu, "save", 1)
-
-
-@pytest.mark.tier("all")
-def test_a_rank_that_died_before_the_call_is_named():
-    spawn(__name__, "death_before", 3, 60, expect_dead=(1,))
-
-
 def agreed(store: HashStore, ranks: list[int], late: int | None = None) -> list[str]:
     """The names that ranks get; ``late`` starts when the others have been looking for a while."""
     names: dict[int, str] = {}

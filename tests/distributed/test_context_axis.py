@@ -16,7 +16,7 @@ from autopar.distributed.mesh import MPU, rank_groups
 from autopar.errors import ConfigError, ConsistencyError
 from tests.exchange import everyones, raises_everywhere
 from tests.harness.worlds import pooled
-from tests.parity import all_close, close, language_batches, whole
+from tests.parity import language_batches
 from tests.small import gpt2
 
 
@@ -31,18 +31,6 @@ def _raises(error: type[Exception], *parts: str) -> Iterator[None]:
         yield
     for part in parts:
         assert part in str(info.value), str(info.value)
-
-
-def _plain_step(
-    batches: list[dict[str, torch.Tensor]],
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.nn.Module]:
-    """Loss, gradients and the model after a step of one process, on the mean of the replicas' batches."""
-    model = gpt2().train()
-    loss = sum(model(**batch).loss for batch in batches) / len(batches)
-    loss.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()
-    return loss.detach(), gradients, model
 
 
 def test_rank_order_is_tp_then_cp_then_dp_then_pp():
@@ -101,36 +89,6 @@ def test_getters_and_mesh():
     assert mpu.mesh.mesh_dim_names == ("pp", "dp", "cp", "tp") and mpu.mesh["cp"].size() == 2
     assert mpu.mesh["cp"].get_group() is mpu.get_context_parallel_group()
     assert mpu.dp_cp_mesh.get_group() is mpu.dp_cp.group and mpu.dp_cp_mesh.mesh.tolist() == [t, t + 2, t + 4, t + 6]
-
-
-@pytest.mark.tier("test", only=("2-1",))
-@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (2, 2), (4, 1)])
-@pooled(world_size=4)
-def test_a_step_is_that_of_one_process(cp: int, tp: int) -> None:
-    model = _model(cp, tp)
-    mpu, replicas = model.mpu, 4 // (cp * tp)
-    assert mpu.sizes == (tp, 1, replicas, cp)
-    batches = language_batches(131, count=replicas, seed=1)
-    expected, gradients, after = _plain_step(batches)
-    norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients.values()]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine = DistributedDataParallel(model, process_group=mpu.get_data_parallel_group(with_context_parallel=True))
-    for run in (model, engine):
-        loss = run(**batches[mpu.get_data_parallel_rank()]).loss
-        loss.backward()
-        if run is model:
-            autopar.average_gradients(model)
-        mean = loss.detach().clone()
-        dist.all_reduce(mean, group=mpu.dp.group)
-        close(mean / replicas, expected, "loss")
-        all_close(whole(model, lambda parameter: parameter.grad), gradients, "gradient of {}")
-        close(autopar.clip_grad_norm_(model, 1e9), norm, "norm")
-        if run is model:
-            optimizer.zero_grad()
-    optimizer.step()
-    all_close(whole(model, lambda parameter: parameter.data), dict(after.named_parameters()), "{} after a step")
-    autopar.deparallelize(model)
-    all_close(dict(model.named_parameters()), dict(after.named_parameters()), "{} taken back")
 
 
 @pytest.mark.tier("test")

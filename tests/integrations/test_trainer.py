@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
 from autopar.errors import ConfigError, ShardWarning
 from tests.exchange import everyones, raises_everywhere
@@ -27,7 +27,6 @@ from tests.integrations.runs import (
     one_process,
     samples,
 )
-from tests.random_models import small
 from tests.small import llama
 
 pytest.importorskip("accelerate")
@@ -51,21 +50,14 @@ def model_of(name):
     return mixtral(vocab_size=131) if "mixture" in name else llama()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("one-process")
-    run_on_one_process(path)
-    return path
-
-
 @pooled(world_size=1)
-def run_on_one_process(folder):
+def on_one_process(folder):
     with launched():
         for name, changes in MODES.items():
             one_process(folder, name, model_of(name), **changes)
 
 
-def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **changes):
+def trainer_of(folder, tp, pp=1, model=None, parallel=None, **changes):
     from autopar.integrations import ParallelTrainer
 
     replicas = max(1, dist.get_world_size() // (tp * pp * (parallel or {}).get("cp", 1)))
@@ -74,7 +66,7 @@ def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **
         args=arguments(folder, replicas, **changes),
         train_dataset=samples(40),
         eval_dataset=samples(21, 1),
-        data_collator=collator,
+        data_collator=collate,
         compute_metrics=metrics,
         parallel_config={"tp": tp, "pp": pp, **(parallel or {})},
     )
@@ -129,42 +121,6 @@ def test_on_two_ranks(folder, name, parallel):
 @pooled(world_size=4)
 def test_on_four_ranks(folder, name, parallel):
     compare(folder, name, parallel)
-
-
-def classifier():
-    return small("bert", "BertForSequenceClassification")
-
-
-def classes(rows):
-    padded = collate(rows)
-    return {**padded, "labels": padded["input_ids"].sum(-1) % 3}
-
-
-@pytest.mark.tier("all")
-def test_a_loss_that_does_not_divide_by_the_number_of_items(tmp_path):
-    """It takes ``num_items_in_batch`` and ignores it: the average over replicas is its mean already."""
-    classify_on_one_process(tmp_path)
-    classify_on_four_ranks(tmp_path, 2, 1)
-    classify_on_four_ranks(tmp_path, 1, 2)
-
-
-@pooled(world_size=1)
-def classify_on_one_process(folder):
-    with launched():
-        trainer = Trainer(
-            model=classifier(), args=arguments(folder, 1), train_dataset=samples(40), data_collator=classes
-        )
-        trainer.train()
-        (folder / "classes.json").write_text(json.dumps(history(trainer)))
-
-
-@pooled(world_size=4)
-def classify_on_four_ranks(folder, tp, pp):
-    with launched():
-        trainer = trainer_of(folder, tp, pp, classifier(), collator=classes)
-        trainer.train()
-        expected = json.loads((folder / "classes.json").read_text())
-        assert torch.allclose(torch.tensor(history(trainer)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
 class Stream(IterableDataset):

@@ -24,15 +24,8 @@ def adapted(seed=0, **changes):
     return with_lora(llama(seed, **changes), target_modules="all-linear", modules_to_save=["lm_head"])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("one-process")
-    run_on_one_process(path)
-    return path
-
-
 @pooled(world_size=1)
-def run_on_one_process(folder):
+def on_one_process(folder):
     with launched():
         for name, changes in MODES.items():
             one_process(folder, name, adapted(), **changes)

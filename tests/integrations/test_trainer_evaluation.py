@@ -24,13 +24,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("evaluation")
-    on_one_process(path)
-    return path
-
-
 @pooled(world_size=1)
 def on_one_process(folder):
     with launched():

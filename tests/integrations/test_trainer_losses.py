@@ -38,6 +38,11 @@ def classes(rows: Any) -> dict[str, torch.Tensor]:
     return {**batch, "labels": torch.where(batch["labels"] == -100, -100, batch["labels"] % 3)}
 
 
+def kinds(rows: Any) -> dict[str, torch.Tensor]:
+    batch = collate(rows)
+    return {**batch, "labels": batch["input_ids"].sum(-1) % 3}
+
+
 def spans(rows: Any) -> dict[str, torch.Tensor]:
     batch = collate(rows)
     del batch["labels"]
@@ -99,6 +104,7 @@ APART = {"average_tokens_across_devices": False, "gradient_accumulation_steps": 
 CASES: dict[str, Any] = {  # model, collator, and what is given beside them
     "masked": (lambda: bert("MaskedLM"), collate, {}),
     "tokens": (lambda: bert("TokenClassification"), classes, {}),
+    "kinds": (lambda: bert("SequenceClassification"), kinds, {}),  # takes num_items_in_batch and ignores it
     "t5": (t5, collate, {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3}),
     "smoothed": (
         t5,
@@ -142,13 +148,6 @@ def evaluated(trainer: Any) -> list[float]:
     return [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("one-process")
-    on_one_process(path)
-    return path
-
-
 @pooled(world_size=1)
 def on_one_process(folder):
     with launched():
@@ -189,6 +188,8 @@ def test_zero(folder, name, stage):
         ("masked", {"pp": 2, "pipeline": {"num_microbatches": 2}}),
         ("t5", {"pp": 2}),
         ("masked", {"tp": 2}),
+        ("kinds", {"tp": 2}),
+        ("kinds", {"pp": 2}),
         ("t5", {"cp": 2}),
     ],
 )

@@ -9,7 +9,7 @@ import yaml
 from torch import nn
 
 from autopar.errors import ConfigError, PolicyError
-from autopar.layout import Layout
+from autopar.layout import Layout, aligned_shards, replicated_shards
 from autopar.plan.units import UnitTable
 from autopar.policy.schema import UnitRun, UnitSpec
 from autopar.policy.yaml_reader import Where
@@ -62,19 +62,9 @@ def test_widths_that_are_written_stand_and_the_others_share_what_is_left() -> No
     assert [(block.count, block.width) for block in found.blocks] == [(9, 5), (7, 1), (7, 1)]
 
 
-@pytest.mark.parametrize(
-    ("kv", "heads", "size", "kv_shares", "head_shares"),
-    [
-        (1, 4, 3, ((0, 1), (0, 1), (0, 1)), ((0, 2), (2, 3), (3, 4))),
-        (2, 8, 3, ((0, 1), (0, 1), (1, 2)), ((0, 2), (2, 4), (4, 8))),
-        (3, 9, 4, ((0, 1), (0, 1), (1, 2), (2, 3)), ((0, 2), (2, 3), (3, 6), (6, 9))),
-        (3, 9, 2, ((0, 2), (2, 3)), ((0, 6), (6, 9))),
-    ],
-)
-def test_query_heads_stay_with_their_kv_head(kv: int, heads: int, size: int, kv_shares: Any, head_shares: Any) -> None:
-    units = table(size, kv_heads=kv, n_heads=heads)
-    assert units.ranges("kv", kv, size) == kv_shares
-    assert units.ranges("heads", heads, size) == head_shares
+def test_query_heads_stay_with_their_kv_head() -> None:
+    units, shares = table(4), replicated_shards(3, 4)
+    assert units.ranges("kv", 3, 4) == shares and units.ranges("heads", 9, 4) == aligned_shards(9, 3, shares)
     assert units.family("heads") == units.family("kv") == "kv"
 
 

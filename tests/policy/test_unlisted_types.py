@@ -28,6 +28,7 @@ from autopar.policy.match import find_policy
 from autopar.tools.commands.policy_check import check_policy
 from autopar.tools.derivation.derive import derive
 from autopar.tools.verification import small_models
+from tests.checkpoint.loading import logged
 from tests.harness.worlds import pooled
 from tests.parity import check, language_batches
 
@@ -86,18 +87,8 @@ def test_initialize_says_so_in_one_line() -> None:
         "no policy lists model_type 'someones_llama', so its policy is derived from its tp_plan and forward "
         "('autopar policy new' verifies and saves it); 1% of the parameters stay full on each of 2 ranks"
     )
-    records: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("autopar.api")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged("autopar.api", logging.INFO) as records:
         model = autopar.initialize(own(), {"model_parallelism": {"tensor_parallel_size": 2}})
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     assert records[:-1] == ([expected] if model.mpu.is_master else []) if records else not model.mpu.is_master
 
 

@@ -1,35 +1,23 @@
 """``loss.chunk`` without tensor parallelism: the head's logits are made some tokens at a time on every mesh."""
 
 import copy
+import math
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification
 
 import autopar
 from tests.harness.worlds import pooled
 from tests.parity import all_close, close
 from tests.small import gpt2, llama
+from tests.tensor_parallel.test_sharded_logits import Shapes
 from tests.three_steps import IDS, Case, case, mixtral, trained
 
 CHUNK: dict[str, Any] = {"loss": {"chunk": 5}}  # of 8 or 9 tokens a sample, 4 samples
 ALONE: dict[str, Any] = {"model_parallelism": {"tensor_parallel_size": 1}, **CHUNK}
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor as wide as the vocabulary."""
-
-    rows = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(one, torch.Tensor) and one.dim() and one.shape[-1] == 131:
-                self.rows = max(self.rows, one.numel() // 131)
-        return result
 
 
 @pooled(world_size=1)
@@ -40,10 +28,11 @@ def test_one_process_makes_chunks_of_logits(build: Any) -> None:
     for part in (ids, IDS[:3, :7]):  # two micro-batches
         expected = plain(part, labels=part).loss
         expected.backward()
-        with Largest() as largest:
+        with Shapes() as shapes:
             found = model(part, labels=part).loss
             found.backward()
-        assert 0 < largest.rows <= 36  # a chunk, or the width of the model where the head's gradient is transposed
+        rows = max(math.prod(shape[:-1]) for shape in shapes.made if shape[-1:] == (131,))
+        assert 0 < rows <= 36  # a chunk, or the width of the model where the head's gradient is transposed
         close(found.detach(), expected.detach(), "loss")
     due = {name: p.grad for name, p in plain.named_parameters()}
     all_close({name: p.grad for name, p in model.named_parameters()}, due, "gradient of {}")

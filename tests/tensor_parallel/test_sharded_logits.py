@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import sys
 import time
 import weakref
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.trainer_pt_utils import LabelSmoother
 
 import autopar
@@ -289,17 +291,16 @@ def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
             assert type(model(ids[:1], labels=ids[:1]).logits) is torch.Tensor
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that a tensor had."""
+class Shapes(TorchDispatchMode):
+    """The shapes of the tensors that operators make."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements = 0
+        self.made: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and type(result) is torch.Tensor:
-            self.elements = max(self.elements, result.numel())
+        self.made |= {tuple(x.shape) for x in tree_leaves(result) if type(x) is torch.Tensor}
         return result
 
 
@@ -310,11 +311,11 @@ def test_the_logits_of_a_chunk_are_the_most_that_exist() -> None:
     (batch,) = language_batches(vocab, count=1, batch=2, seq=seq)
     model = parallel(copy.deepcopy(plain), 2, loss={"chunk": 8})
     model.model.embed_tokens.requires_grad_(False)
-    with Largest() as largest:
+    with Shapes() as shapes:
         model(**batch).loss.backward()
     weight = model.lm_head.weight  # and its gradient are the largest: [vocab/2, hidden]
     assert weight.shape[1] == hidden and 2 * seq > 3 * hidden
-    assert largest.elements == weight.numel(), (largest.elements, weight.shape)
+    assert max(map(math.prod, shapes.made)) == weight.numel(), (shapes.made, weight.shape)
     plain(**batch).loss.backward()
     plain.model.embed_tokens.weight.grad = None
     close(model.lm_head.weight.grad, plain.lm_head.weight.grad.tensor_split(2)[dist.get_rank()], "head", 2e-5)

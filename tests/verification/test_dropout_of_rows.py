@@ -172,7 +172,7 @@ def test_what_is_wrong_with_experts_is_found() -> None:
     assert not report.ok and report.rows[0].check == "weights" and report.rows[0].holds is False
     assert report.rows[0].name == "model.layers.1.mlp.experts.gate_up_proj"
     assert report.culprit is not None and report.culprit.module == "model.layers.1.mlp.experts"
-    with patch.object(experts._ScaledGradient, "apply", lambda x, factor: x):  # a sum, not a mean
+    with patch.object(experts._ScaledGradient, "apply", lambda x, axis, factor: x):  # a sum, not a mean
         report = verified({"ep": 2}, ["backward"])
     failed = [row for row in report.rows if row.holds is False]
     assert [(row.check, row.what) for row in failed] == [("backward", "worst gradient")]

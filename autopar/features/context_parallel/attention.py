@@ -37,6 +37,7 @@ from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.state import RowState
 from autopar.layout import Block, Layout, even_shards
+from autopar.swap import replaced
 
 IMPLEMENTATION = "autopar_rows"
 """Name of :func:`attention_over_rows` among transformers' attention functions."""
@@ -202,15 +203,10 @@ def _of_heads(x: Any, layout: Layout, rank: int) -> Any:
 def _narrowed(module: nn.Module, layout: Layout, rank: int, groups: int) -> Iterator[None]:
     """Set head counts and per-head parameters of the module to the local heads while its function runs."""
     own, mine = vars(module), own_parameters(module)
-    before = {"num_key_value_groups": own["num_key_value_groups"]} if "num_key_value_groups" in own else {}
-    held = {name: mine[name] for name in _PER_HEAD if mine.get(name) is not None}
-    try:
-        own.update(dict.fromkeys(before, groups))
-        mine.update({name: _of_heads(x, layout, rank) for name, x in held.items()})
+    counts = {"num_key_value_groups": groups} if "num_key_value_groups" in own else {}
+    held = {name: _of_heads(mine[name], layout, rank) for name in _PER_HEAD if mine.get(name) is not None}
+    with replaced(own, counts), replaced(mine, held):
         yield
-    finally:
-        own.update(before)
-        mine.update(held)
 
 
 # -- keys of all rows ---------------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ may be sharded too (:mod:`autopar.tensor_parallel.sharded_logits`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -271,7 +269,8 @@ class RowsOfLogits(LogitsShard):
 
     def gradients(self) -> Gradients:
         """Return a function that sums the gradients of all ranks, each of which has one for the full logits."""
-        return partial(_gradient_of_rows, self.axis, self.layout)
+        axis, layout = self.axis, self.layout
+        return lambda grad: [reduce_scatter(grad.reshape(-1, layout.size, grad.shape[-1]), axis, 1, layout)]
 
     def gathered(self) -> torch.Tensor:
         own = self.own.full() if isinstance(self.own, LazyGatherTensor) else self.own
@@ -334,11 +333,6 @@ class RowsOfLogits(LogitsShard):
         if reduction == "none":
             return losses
         return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
-
-
-def _gradient_of_rows(axis: Axis, layout: Layout, grad: torch.Tensor) -> Sequence[torch.Tensor]:
-    deep = grad.reshape(-1, layout.size, grad.shape[-1])
-    return [reduce_scatter(deep, axis, 1, layout)]
 
 
 def _clipped(rows: Layout, start: int, stop: int) -> Layout:

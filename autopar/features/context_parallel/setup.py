@@ -30,10 +30,10 @@ from autopar.features.context_parallel.state import GatheredModule, RowPlan, Row
 from autopar.layout import Layout
 from autopar.plan.stages import lies_in
 from autopar.setup.steps import Given, Parallelized
-from autopar.swap import change_given, drop_value, given_by_name, set_value, swap, unswap, view_of_config
+from autopar.swap import change_given, drop_value, given_by_name, replaced, set_value, swap, unswap, view_of_config
 from autopar.tensor_parallel.hooks import callable_alone
 from autopar.tensor_parallel.sharded_logits import sharded_logits
-from autopar.tensor_tracking import tensors_in
+from autopar.tensor_tracking import map_tensors, tensors_in
 
 _MODELS = itertools.count(1)
 
@@ -302,9 +302,7 @@ def _join(state: RowState, layout: Layout, out: Any, *, keeps: bool) -> Any:
     """Gather the rows in a block's result, unless this forward ``keeps`` them up to the head."""
     own, seen = layout.local_size(state.axis.rank), state.plan.arguments
 
-    def full(path: Any, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
+    def full(path: Any, x: torch.Tensor) -> Any:
         place = place_of(path, x, "return")
         if state.tracking is not None:
             dims = [dim for dim, size in enumerate(x.shape) if size == own and state.tracking.holds_rows(x)]
@@ -312,7 +310,7 @@ def _join(state: RowState, layout: Layout, out: Any, *, keeps: bool) -> Any:
         dim = seen.get(place, -1)
         return x if keeps or dim < 0 or x.shape[dim] != own else gather_all(x, state, layout, dim)
 
-    return tree_map_with_path(full, out)
+    return map_tensors(full, out)
 
 
 def _dim_of_rows(path: str, x: torch.Tensor, length: int, state: RowState) -> int | None:
@@ -383,21 +381,16 @@ class NeedsAllRows:
                 args, kwargs = with_states(self, own, where.states, states)
                 return states.tie(super().__call__(*args, **kwargs))  # type: ignore[misc]
         args, kwargs = self._gather((args, kwargs), state, number, layout, where)
-        state.cutting = False
-        try:
-            paused = contextlib.nullcontext() if state.tracking is None else state.tracking.paused()
-            with paused, state.region.outside():  # all ranks compute the same, with the same dropout
-                out = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            state.cutting = True
+        full, paused = replaced(vars(state), {"cutting": False}), contextlib.nullcontext()
+        paused = paused if state.tracking is None else state.tracking.paused()
+        with full, paused, state.region.outside():  # all ranks compute the same, with the same dropout
+            out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return _own_part(out, state, layout, where)
 
     def _gather(self, values: Any, state: RowState, number: int, layout: Layout, where: GatheredModule) -> Any:
         own = layout.local_size(state.axis.rank)
 
-        def gather(path: Any, x: Any) -> Any:
-            if not isinstance(x, torch.Tensor):
-                return x
+        def gather(path: Any, x: torch.Tensor) -> Any:
             name = place_of(path, x)
             if state.tracking is not None and state.tracking.holds_rows(x):
                 found = next(d for d, size in enumerate(x.shape) if size and size % own == 0)
@@ -418,7 +411,7 @@ class NeedsAllRows:
                 )
             return gather_all(x, state, layout, dim)
 
-        return tree_map_with_path(gather, values)
+        return map_tensors(gather, values)
 
 
 def gather_all(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> torch.Tensor:
@@ -433,9 +426,7 @@ def gather_all(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> to
 
 
 def _own_part(out: Any, state: RowState, layout: Layout, where: GatheredModule) -> Any:
-    def own(path: Any, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
+    def own(path: Any, x: torch.Tensor) -> Any:
         name = keystr(path)
         if state.tracking is not None:
             dims = [d for d, size in enumerate(x.shape) if size and size % layout.size == 0]
@@ -446,7 +437,7 @@ def _own_part(out: Any, state: RowState, layout: Layout, where: GatheredModule) 
         dim = where.outputs.get(name)
         return x if dim is None else _own_along(x, state, layout, dim)
 
-    return tree_map_with_path(own, out)
+    return map_tensors(own, out)
 
 
 def _own_along(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> torch.Tensor:

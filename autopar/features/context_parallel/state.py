@@ -7,8 +7,8 @@ adds them up. So values that are not sums over rows, such as a gradient penalty,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,12 +18,13 @@ from torch import nn
 
 from autopar.call_site import described, hooks_below, user_hooks
 from autopar.compat.tensors import HOOKS, PLAIN, hooks_of, hooks_of_all, in_backward, tree_map
-from autopar.distributed.autograd_functions import keep_none, named_collective, single_backward
+from autopar.distributed.autograd_functions import refuse_again
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import gather_sum, reduce
+from autopar.distributed.collectives import as_view, gather_sum, itself, linear, reduce
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.recurrent.state_passing import HandedStates, Neighbours
 from autopar.layout import Layout, rows_layout
+from autopar.swap import replaced
 from autopar.tensor_parallel.regions import Region
 
 
@@ -176,16 +177,10 @@ class RowState:
         settings = {"cutting": self.cutting, "keeping": self.keeping, "batches": dict(self.batches)}
         return {**settings, "layouts": dict(self.layouts), "_narrowed": positions, "resuming": True}
 
-    @contextmanager
-    def resumed(self, forward: dict[str, Any]) -> Iterator[None]:
+    def resumed(self, forward: dict[str, Any]) -> AbstractContextManager[None]:
         """Restore the snapshot of a forward inside, to recompute a block."""
-        now = {name: getattr(self, name) for name in forward}
         narrowed = {**self._narrowed, **forward["_narrowed"]}
-        vars(self).update({**forward, "layouts": dict(forward["layouts"]), "_narrowed": narrowed})
-        try:
-            yield
-        finally:
-            vars(self).update(now)
+        return replaced(vars(self), {**forward, "layouts": dict(forward["layouts"]), "_narrowed": narrowed})
 
     def check_recomputed(self) -> None:
         """Raise ConfigError if code that does not restore the rows recomputes a block."""
@@ -247,22 +242,12 @@ def join(x: torch.Tensor, axis: Axis, dim: int, rows: Layout) -> torch.Tensor:
         ConfigError: In a backward pass with ``create_graph=True``.
     """
     if x.requires_grad and torch.is_grad_enabled():
-        x = _Parts.apply(x)
+        x = _Parts.apply(x, axis)
     return gather_sum(x, axis, dim, rows)
 
 
-class _Parts(torch.autograd.Function):
-    """The identity; gradients are full after it and partial before it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        keep_none(ctx)
-        return x.view_as(x)
-
-    @staticmethod
-    @single_backward
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+_Parts = linear("_Parts", as_view, itself, refuse_again)
+"""The identity; gradients are full after it and partial before it."""
 
 
 def entered(values: Any, axis: Axis) -> Any:
@@ -275,17 +260,9 @@ def entered(values: Any, axis: Axis) -> Any:
     return tree_map(full, values)
 
 
-class _Entered(torch.autograd.Function):
-    """The identity; gradients are full before it, and partial and scaled for an average after it."""
+def _averaged(grad: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return reduce(grad, axis) / axis.size
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis = axis
-        return x.view_as(x)
 
-    @staticmethod
-    @named_collective("all-reduce: gradient of the model's inputs")
-    @single_backward
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce(grad, ctx.axis) / ctx.axis.size, None
+_Entered = linear("_Entered", as_view, _averaged, refuse_again, "", "all-reduce: gradient of the model's inputs")
+"""The identity; gradients are full before it, and partial and scaled for an average after it."""

@@ -24,14 +24,15 @@ from torch import nn
 from autopar.call_site import described, hooks_below
 from autopar.compat.tensors import in_backward
 from autopar.distributed import gloo_collectives
-from autopar.distributed.autograd_functions import any_order, keep_none
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import (
     all_gather,
     all_to_all,
+    as_view,
     even_layout,
     gather,
     gather_sum,
+    linear,
     reduce_scatter,
     run,
     scatter as own_part,
@@ -149,9 +150,15 @@ class ExpertParallel(RegionModule):
         if not rows.is_meta and not torch.compiler.is_compiling() and not in_backward():  # not in a recomputation
             self._count(local)
         replicas = self.tp.size // self.peers.size  # [Note: gradients over replicas]
-        rows = _ScaledGradient.apply(rows, float(replicas)) if replicas > 1 else rows
+        rows = _ScaledGradient.apply(rows, self.tp, float(replicas)) if replicas > 1 else rows
         y = self._outputs(rows, local)
-        return _ScaledGradient.apply(y, 1 / replicas) if replicas > 1 else y
+        return _ScaledGradient.apply(y, self.tp, 1 / replicas) if replicas > 1 else y
+
+    def _counts(self, rows: torch.Tensor, local: torch.Tensor) -> list[int]:
+        """Return the number of rows of each local expert."""
+        if rows.is_meta:  # assume balanced routers
+            return [stop - start for start, stop in even_shards(len(rows), self.here)]
+        return torch.bincount(local, minlength=self.here).tolist()
 
     def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the local experts ``local`` of each row, ``[rows, hidden]``."""
@@ -217,11 +224,7 @@ class SortedExperts(ExpertParallel):
         return self._exchanged(x, ids.unsqueeze(-1), torch.ones_like(x[:, :1]))
 
     def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        here = self.here
-        if rows.is_meta:  # assume balanced routers
-            counts = [stop - start for start, stop in even_shards(len(rows), here)]
-        else:
-            counts = torch.bincount(local, minlength=here).tolist()
+        here, counts = self.here, self._counts(rows, local)
         order = torch.argsort(local, stable=True)
         if len(argument_names(self)) > 1:
             y: torch.Tensor = super(ExpertParallel, self).forward(rows[order], counts)
@@ -291,24 +294,13 @@ def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tens
     return found
 
 
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by ``factor``; second derivatives raise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @any_order(lambda ctx, grad: _refuse_scaled())
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.factor, None
-
-
-def _refuse_scaled() -> Any:
+def _refuse_scaled(*_: Any) -> Any:
     raise ConfigError(
         "create_graph=True is not supported with experts that several replicas share (expert_parallel_size above "
         "tensor_parallel_size):\n  second derivatives of experts would be sums over replicas instead of means. Set "
         "expert_parallel_size to 1\n  or to tensor_parallel_size."
     )
+
+
+_ScaledGradient = linear("_ScaledGradient", as_view, lambda grad, axis, factor: grad * factor, _refuse_scaled)
+"""The identity, whose gradient is multiplied by a factor; second derivatives raise."""

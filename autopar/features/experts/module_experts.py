@@ -32,7 +32,6 @@ from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError
 from autopar.features.experts.layers import ExpertParallel
 from autopar.features.experts.plan import expert_names
-from autopar.layout import even_shards
 from autopar.tensor_parallel.region_modules import RegionModule
 
 
@@ -237,12 +236,9 @@ class ModuleExperts(ExpertParallel):
     def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         assert self.autopar.layout is not None
         ((start, stop),) = self.autopar.layout.ranges(self.tp.rank)
-        if rows.is_meta:  # assume balanced routers
-            counts = [high - low for low, high in even_shards(len(rows), stop - start)]
-        else:
-            counts = torch.bincount(local, minlength=stop - start).tolist()
         order = torch.argsort(local, stable=True)
-        mine = zip(range(start, stop), self.experts[start:stop], rows[order].split(counts), strict=True)
+        parts = rows[order].split(self._counts(rows, local))
+        mine = zip(range(start, stop), self.experts[start:stop], parts, strict=True)
         outside = TorchGenerators.now() if self._inside is not None else None
         if self._inside is not None:
             self._inside.restore()

@@ -11,9 +11,9 @@ result on a sample stays unpatched.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +26,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.setup.steps import Given, Parallelized
-from autopar.swap import NotCopied
+from autopar.swap import NotCopied, replaced
 
 _balancing: contextvars.ContextVar[RouterLoss | None] = contextvars.ContextVar("balancing", default=None)
 
@@ -83,14 +83,9 @@ class RouterLoss(NotCopied):
         probability = others + (probability - probability.detach())
         return _product(chosen, probability, rows)
 
-    @contextlib.contextmanager
-    def share_of_sum(self, shares: int) -> Iterator[None]:
+    def share_of_sum(self, shares: int) -> AbstractContextManager[None]:
         """Divide the loss inside by ``shares``, and sum over ranks in evaluation too, which all ranks must run."""
-        self._factor, self._always = 1 / shares, True
-        try:
-            yield
-        finally:
-            self._factor, self._always = 1.0, False
+        return replaced(vars(self), {"_factor": 1 / shares, "_always": True})
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -154,7 +154,8 @@ class RankTurns(DistributedHelper):
         everyone: list[Any] = [None] * self.axis.size
         dist.all_gather_object(everyone, self.progress(), group=self.cpu_comm_group)
         for name in sorted({name for running in everyone for name in running}):
-            held = [_said(running.get(name)) for running in everyone]
+            found = [running.get(name) for running in everyone]
+            held = ["no token" if one is None else f"{one[0]} tokens, the last {one[1]}," for one in found]
             if len(set(held)) > 1:
                 shown = " and ".join(f"{text} on rank {rank}" for rank, text in zip(self.axis.ranks, held, strict=True))
                 return ConsistencyError(
@@ -191,7 +192,3 @@ class _Groups:
 
 
 _groups: dict[tuple[Any, tuple[int, ...]], _Groups] = {}  # by the default group and the ranks
-
-
-def _said(progress: tuple[int, int] | None) -> str:
-    return "no token" if progress is None else f"{progress[0]} tokens, the last {progress[1]},"

@@ -22,7 +22,7 @@ from autopar.distributed.digest import of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.swap import config_view, set_value, swap
+from autopar.swap import Proxy, config_view, replaced, set_value, swap
 from autopar.tensor_parallel.hooks import cache_layouts
 
 
@@ -78,14 +78,11 @@ def generate_batch(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def keep_activations(model: nn.Module) -> Iterator[None]:
     """Disable recomputation inside, since blocks that recompute in training mode drop their KV cache."""
-    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
-    for module in on:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if vars(module).get("gradient_checkpointing") is True:
+                stack.enter_context(replaced(vars(module), {"gradient_checkpointing": False}))
         yield
-    finally:
-        for module in on:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def forget(model: nn.Module) -> None:
@@ -136,16 +133,6 @@ def _own_kv_heads(model: Any, mpu: MPU) -> int:
     return full if mine is None else mine.local_size(mpu.tp.rank)
 
 
-class _Seen:
-    """A proxy of an object with some attributes replaced."""
-
-    def __init__(self, seen: Any, **own: Any) -> None:
-        vars(self).update(own, _seen=seen)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._seen, name)
-
-
 class _OverRanks:
     """Mixin for transformers' manager that runs its loop on the ranks of a tensor-parallel group."""
 
@@ -172,14 +159,13 @@ class _OverRanks:
         model = self.model
         text = config_view(model.config.get_text_config())
         set_value(text, "num_key_value_heads", self.autopar_heads)
-        self.model = _Seen(model, config=_Seen(model.config, get_text_config=lambda: text))
-        try:
-            return super()._create_batch_processor()  # type: ignore[misc]
-        except BaseException as error:
-            self.distributed_helper.fail(error)
-            raise
-        finally:
-            self.model = model
+        seen = Proxy(model, config=Proxy(model.config, get_text_config=lambda: text))
+        with replaced(vars(self), {"model": seen}):
+            try:
+                return super()._create_batch_processor()  # type: ignore[misc]
+            except BaseException as error:
+                self.distributed_helper.fail(error)
+                raise
 
     @contextlib.contextmanager
     def autopar_step(self: Any, compare: bool) -> Iterator[None]:

@@ -99,7 +99,7 @@ def _load_packed(
 ) -> Any:
     """Load a model, and collect the tensors of quantized weights instead of reading them."""
     found: dict[str, dict[str, LazyTensor]] = {}
-    with _replaced(config, _quantizes, functools.partial(Collector, found=found)):
+    with _replaced(config, lambda one: hasattr(one, "hf_quantizer"), functools.partial(Collector, found=found)):
         info, index = load(model, tensors, files, config, *rest, **more)
     if not info.conversion_errors and (config.ignore_mismatched_sizes or not info.mismatched_keys):  # else it raises
         _point_to_packed(model, quantizer, plain, found, str(config.pretrained_model_name_or_path))
@@ -118,10 +118,6 @@ def _replaced(config: Any, chosen: Callable[[Any], bool], stand_in: Callable[[An
     finally:
         for conversion, operations in zip(conversions, before, strict=True):
             conversion.operations = operations
-
-
-def _quantizes(operation: Any) -> bool:
-    return hasattr(operation, "hf_quantizer")
 
 
 class Collector(NotCopied):

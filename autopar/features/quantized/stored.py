@@ -22,6 +22,7 @@ from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch
 from autopar.storage.lazy_tensor import Box, InMemory, LazyTensor, read_shard, reshaped
 from autopar.stored import Kind, StoredWeight
+from autopar.swap import replaced
 from autopar.tensor_parallel.layers import Column, ParallelLayer, Row
 from autopar.tensor_parallel.regions import WeightGradient
 
@@ -246,12 +247,8 @@ class StoredProduct(ParallelLayer):
     _weight_gradient: WeightGradient | None = None  # the weight is frozen
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        own, kept = self._parameters, self._parameters["bias"]
-        own["bias"] = bias
-        try:
+        with replaced(self._parameters, {"bias": bias}):
             y: torch.Tensor = super(ParallelLayer, self).forward(x)  # type: ignore[misc]
-        finally:
-            own["bias"] = kept
         return y
 
 

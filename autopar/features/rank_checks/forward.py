@@ -12,12 +12,12 @@ process.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ from autopar.errors import ConsistencyError
 from autopar.features.rank_checks.messages import different, explanation, same_gradient, same_shard
 from autopar.guards.step import StepCheck, group_call
 from autopar.stored import without_memory
+from autopar.swap import replaced
 
 _WATCHED = 4  # number of first forwards of a mode that detect the generators of the model
 _WATCHED_AGAIN = 16  # interval of later forwards that detect them
@@ -178,20 +179,14 @@ class ForwardCheck:
             everyone = [{"call": call}] * self.mpu.tp_cp.size
             dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp_cp.group)
 
-    @contextlib.contextmanager
-    def first_only(self, compare: bool = True, watch: bool = True) -> Iterator[None]:
+    def first_only(self, compare: bool = True, watch: bool = True) -> AbstractContextManager[None]:
         """Compare only the first forward inside, since later forwards depend on its result.
 
         Args:
             compare: False to compare no forward.
             watch: True to detect the generators of the model; False if other threads may draw from them.
         """
-        before = self._left, self._watches
-        self._left, self._watches = int(compare) if self._left else 0, watch
-        try:
-            yield
-        finally:
-            self._left, self._watches = before
+        return replaced(vars(self), {"_left": int(compare) if self._left else 0, "_watches": watch})
 
     @property
     def is_silent(self) -> bool:

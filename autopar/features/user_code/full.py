@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
+from autopar.checkpoint.hf_weights import gather_full, sharding
 from autopar.compat.tensors import own_parameters
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.gradients import ReplicaNorm
@@ -23,13 +24,11 @@ from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes, sum_of_bits
 from autopar.distributed.gloo_collectives import all_reduce
-from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, sync_generators
 from autopar.errors import ConfigError, ConsistencyError, nearest
 from autopar.guards.step import listeners
 from autopar.layout import Layout
 from autopar.pipeline_parallel.stage_weights import put_back
-from autopar.plan.plan import Plan, TensorPlan
 from autopar.setup.steps import Parallelized
 
 _Numbers = tuple[int, int]
@@ -132,7 +131,7 @@ def full_tensor(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.T
         due = model.plan.tensors[model.plan.canonical(name)]
         if due.quantized:
             raise ConfigError(f"full_tensor is not supported with quantized weights, got {name} ({due.quantized})")
-        axis, layout = _sharding(due, model.plan, model.mpu)
+        axis, layout = sharding(due, model.plan, model.mpu)
         ranks = sorted({*axis.ranks, *model.mpu.fsdp.ranks}) if isinstance(tensor, DTensor) else axis.ranks
         if layout is not None and tuple(tensor.shape) != due.local_shape(axis.rank):
             raise ConfigError(
@@ -171,12 +170,6 @@ def _rows_of_replicas(tensor: torch.Tensor) -> torch.Tensor:
     if joined.requires_grad:
         joined.register_hook(lambda gradient: gradient / replicas)
     return joined
-
-
-def _sharding(due: TensorPlan, plan: Plan, mpu: MPU) -> tuple[Axis, Layout | None]:
-    """Return the axis over which a tensor is sharded, and its layout on this axis."""
-    axis = mpu.shards if due.name in plan.experts else mpu.tp
-    return axis, None if due.layout is None else due.layout.of_first(axis.size)
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
@@ -227,35 +220,20 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
         all_reduce(flags, op=dist.ReduceOp.MAX, group=mpu.shards_pp.group)
     held = []
     for name, has in zip(kept, flags.tolist(), strict=True):
-        parameter, due = own[name], state.plan.tensors[name]
-        here, dtype = mpu.pp.rank in state.stages.holders(name), elsewhere.get(name, parameter.dtype)
+        parameter, due, holders = own[name], state.plan.tensors[name], state.stages.holders(name)
+        given = due, state.plan, mpu, holders, elsewhere.get(name, parameter.dtype)
+        here = mpu.pp.rank in holders
         one = _Held(name, parameter, due.layout, parameter.data, parameter.grad if here else None)
         parameter.grad = gradient = None
         if has and grads:
             mine = one.gradient if one.gradient is not None else torch.zeros_like(parameter.data)
-            gradient = _full(mine, due, state, dtype)
-        parameter.data = _full(parameter.data, due, state, dtype)
+            gradient = gather_full(mine, *given)
+        parameter.data = gather_full(parameter.data, *given)
         if gradient is not None:
             parameter.grad = gradient.to(parameter.dtype)
         one.before = _numbers(parameter)
         held.append(one)
     return held
-
-
-def _full(shard: torch.Tensor, due: TensorPlan, state: Parallelized, dtype: torch.dtype) -> torch.Tensor:
-    """Return the full tensor of a shard; a tensor of another stage comes from the first stage with it, in ``dtype``."""
-    pp, holders = state.mpu.pp, state.stages.holders(due.name)
-    axis, layout = _sharding(due, state.plan, state.mpu)
-    if pp.rank not in holders:
-        full = torch.empty(due.shape, dtype=dtype, device=state.mpu.device)
-    elif layout is None or axis.size == 1:
-        full = shard.clone()
-    else:
-        full = collectives.all_gather(shard, axis, layout)
-    if pp.size > len(holders):
-        full = full.contiguous()
-        dist.broadcast(full.view(-1).view(torch.uint8), src=pp.ranks[min(holders)], group=pp.group)
-    return full
 
 
 def _numbers(parameter: nn.Parameter) -> _Numbers:

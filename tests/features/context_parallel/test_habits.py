@@ -256,24 +256,6 @@ def test_a_loss_of_ones_own_behind_a_wrapper(how: str) -> None:
 
 
 @pooled(world_size=2)
-def test_sharded_weights_gather_no_logits() -> None:
-    """FSDP2 asks every output when its gradient comes."""
-    (batch,) = language_batches(VOCAB, count=1)
-    plain, model = llama(), llama()
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (plain, model)]
-    model, optimizers[1] = autopar.initialize(model, {"cp": 2, "zero": {"stage": 3}}, optimizer=optimizers[1])
-    for _ in range(2):
-        for each, optimizer in zip((plain, model), optimizers, strict=True):
-            out = each(**batch)
-            assert each is plain or not out.logits.is_full
-            out.loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in model.named_parameters():
-        close(parameter.full_tensor(), plain.get_parameter(name), name)
-
-
-@pooled(world_size=2)
 def test_what_would_be_wrong_is_said_on_every_rank() -> None:
     (batch,) = language_batches(VOCAB, count=1)
     _, model = pair(llama())

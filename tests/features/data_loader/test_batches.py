@@ -1,5 +1,4 @@
 import json
-import logging
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import autopar
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
+from tests.checkpoint.loading import logged
 from tests.exchange import everyones
 from tests.harness.worlds import pooled
 from tests.small import gpt2, parallel
@@ -139,16 +139,10 @@ def test_what_is_refused_and_a_repetition_that_is_said_once():
         autopar.gather_for_metrics(torch.zeros(4), mpu=mpu, samples=9)
     mpu.destroy()
 
-    mpu, said = MPU(), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("autopar.features.data_loader.loader")
-    logger.addHandler(handler)
-    try:
+    mpu = MPU()
+    with logged("autopar.features.data_loader.loader") as said:
         for options in ({}, {"shuffle": True}, {"drop_last": True}, {"even_batches": False}):
             autopar.prepare_dataloader(TensorDataset(torch.arange(37)), 4, mpu=mpu, **options)
-    finally:
-        logger.removeHandler(handler)
     text = (
         "prepare_dataloader repeats 1 of 37 samples, so that 2 replicas have equally many.\n"
         "  For evaluation use even_batches=False, which yields every sample once."

@@ -16,6 +16,7 @@ import autopar
 from autopar.checkpoint import ShardedDict
 from autopar.errors import CheckpointError, ConfigError, ConsistencyError, PipelineError
 from autopar.integrations.deepspeed import _check_mesh
+from tests.checkpoint.test_balanced import shared_out
 from tests.exchange import by_rank_0, raises_everywhere
 from tests.features.experts.mixtures import batches, close, mixtral, reference, train, wholes
 from tests.features.experts.module_mixtures import LISTED, listed, switch
@@ -69,7 +70,8 @@ def test_checkpoints_of_any_mesh(name: str, tmp_path: Path) -> None:
         words = r"extra.ema is a dict with shards(.|\n)*'ema': autopar.checkpoint.Shard"
         with pytest.raises(CheckpointError, match=words):
             first.save_parallelized(tmp_path / "first", extra={"ema": ema})
-    first.save_parallelized(tmp_path / "first", optimizer=own, extra={"ema": ShardedDict(ema)})
+    with shared_out():
+        first.save_parallelized(tmp_path / "first", optimizer=own, extra={"ema": ShardedDict(ema)})
     first.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
     exported = dict(autopar.hf_weights(first))
     if dist.get_rank() == 0:
@@ -89,7 +91,8 @@ def test_checkpoints_of_any_mesh(name: str, tmp_path: Path) -> None:
         its = torch.optim.AdamW(going_on.parameters(), lr=1e-2)
         its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         step_of_both(going_on, its, model, steps, 7)
-        model.save_parallelized(tmp_path / "again", optimizer=steps)
+        with shared_out():
+            model.save_parallelized(tmp_path / "again", optimizer=steps)
         back, its_own = made(saved)
         back.from_parallelized(tmp_path / "again", optimizer=its_own)
         step_of_both(going_on, its, back, its_own, 8)

@@ -222,6 +222,7 @@ def test_weights_are_not_packed_and_go_on_training(config: dict[str, Any]) -> No
         evaluated = model.eval()(IDS).logits[:]
     plain = adapted("nf4 nested")
     close(evaluated, plain(IDS).logits, "logits")
+    same(model, autopar.initialize(adapted("nf4 nested"), config))
     model.train()(**batches(1)[0]).loss.backward()
     assert len(gradients(model)) == 28
     autopar.deparallelize(model)
@@ -280,16 +281,8 @@ def test_verify_command(form: str) -> None:
     result = CliRunner().invoke(app, [*arguments, "--checks", "forward,backward,step"])
     assert result.exit_code == 0, result.output
     assert "worst gradient" in result.stdout and "all checks pass" in result.stdout
-
-
-@pooled(world_size=2)
-@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
-def test_verify(form: str, tmp_path: Path) -> None:
-    checks = ["forward", "backward", "step"]
-    report = autopar.verify(let_pack(adapted(form)), {"tp": 2}, checks=checks, batches=batches(2))
-    assert report.ok, str(report)
     allowed = {"2e-02" if form == "int8" else "1e-04"}  # inputs of int8 layers are rounded
-    assert allowed == {line.split()[-2] for line in str(report).splitlines() if line.strip().startswith("forward")}
+    assert allowed == {line.split()[-2] for line in result.stdout.splitlines() if line.strip().startswith("forward")}
 
 
 def test_what_is_refused_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ from autopar.features.quantized.files import Mxfp4
 from autopar.storage.lazy_tensor import InMemory
 from tests.exchange import by_rank_0, raises_everywhere
 from tests.features.quantized import models
-from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, how, quantized, say, write
-from tests.features.quantized.test_folders import MESHES, let_pack, same, saved, written
+from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, quantized, say, write
+from tests.features.quantized.test_folders import MESHES, same, saved
 from tests.harness.worlds import pooled
 from tests.parity import all_close, close
 
@@ -70,29 +70,6 @@ def test_any_mesh(form: str, family: str, tmp_path: Path) -> None:
             model = autopar.initialize(other, config)
             model.from_parallelized(str(tmp_path / f"{number}"))
             same(model, autopar.initialize(quantized(form, family), config))
-
-
-@pooled(world_size=2)
-def test_after_an_evaluation_on_a_cpu_that_packs_weights(tmp_path: Path) -> None:
-    saved(tmp_path / "due", "nf4 nested")
-    model: Any = autopar.initialize(let_pack(quantized("nf4 nested")), {"pp": 2})
-    with torch.no_grad():
-        model.eval()(batches(1)[0]["input_ids"])
-    model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
-    dist.barrier()
-    equal_files(tmp_path / "merged", tmp_path / "due")
-
-
-@pooled(world_size=2)
-@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
-def test_weights_that_were_quantized_as_shards(form: str, tmp_path: Path) -> None:
-    folder = written(tmp_path / "plain")
-    kept: dict[str, Any] = {"quantization_config": how(form), "dtype": torch.float32}
-    saved(tmp_path / "due", form)
-    model: Any = autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2}, **kept)
-    model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
-    dist.barrier()
-    equal_files(tmp_path / "merged", tmp_path / "due")
 
 
 @contextlib.contextmanager

@@ -13,14 +13,14 @@ import inspect
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.compat.tensors import keystr, tree_flatten_with_path, tree_map_only, tree_map_with_path
+from autopar.compat.tensors import keystr, tree_flatten_with_path, tree_map_only
 from autopar.compat.transformers import initialize_weights
 from autopar.features.context_parallel.recurrent.state_passing import (
     HandedStates,
@@ -34,8 +34,8 @@ from autopar.features.context_parallel.recurrent.state_passing import (
 from autopar.features.context_parallel.setup import undo
 from autopar.features.context_parallel.state import GatheredModule, RowPlan
 from autopar.layout import Block, Layout
-from autopar.swap import argument_names, change_given
-from autopar.tensor_tracking import tensors_in
+from autopar.swap import argument_names, change_given, replaced
+from autopar.tensor_tracking import map_tensors, tensors_in
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a module, with all rows."""
@@ -68,16 +68,11 @@ def is_exact_in_pieces(module: nn.Module, how: HandedStates, call: Call, where: 
         return False
 
 
-@contextmanager
-def _plain_functions(module: nn.Module) -> Iterator[None]:
+def _plain_functions(module: nn.Module) -> AbstractContextManager[None]:
     """Use the plain functions of the module's file inside, not the GPU kernels that decorators put in their place."""
     names = vars(sys.modules[inspect.unwrap(type(module).forward).__module__])
     kernels = {name: each for name, each in names.items() if inspect.isfunction(each) and hasattr(each, "__wrapped__")}
-    names.update({name: inspect.unwrap(each) for name, each in kernels.items()})
-    try:
-        yield
-    finally:
-        names.update(kernels)
+    return replaced(names, {name: inspect.unwrap(each) for name, each in kernels.items()})
 
 
 def _with_padding(module: nn.Module, call: Call) -> Call:
@@ -278,9 +273,7 @@ def _numbers(module: nn.Module, call: Call, where: GatheredModule, rows: int, ba
     """Return random arguments shaped like ``call``, without padding masks."""
     numbers, names = torch.Generator().manual_seed(1), argument_names(module)
 
-    def number(path: Any, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
+    def number(path: Any, x: torch.Tensor) -> Any:
         dim = where.inputs.get(place_of(path, x))
         if dim is None and x.ndim == 2 and x.shape[1] == rows and "mask" in argument_of(path, names):
             return None
@@ -291,5 +284,5 @@ def _numbers(module: nn.Module, call: Call, where: GatheredModule, rows: int, ba
             return torch.randn(shape, generator=numbers)
         return torch.randint(words, shape, generator=numbers).to(x.dtype)
 
-    args, kwargs = tree_map_with_path(number, call)
+    args, kwargs = map_tensors(number, call)
     return args, kwargs

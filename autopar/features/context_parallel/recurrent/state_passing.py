@@ -28,7 +28,6 @@ from autopar.compat.tensors import (
     current_backward,
     keystr,
     tree_flatten,
-    tree_map_with_path,
     tree_unflatten,
 )
 from autopar.distributed.autograd_functions import named_collective, single_backward
@@ -37,6 +36,7 @@ from autopar.distributed.collectives import extremes_over, run
 from autopar.distributed.gloo_collectives import finish
 from autopar.layout import Layout
 from autopar.swap import NotCopied, argument_names
+from autopar.tensor_tracking import map_tensors
 
 Key = tuple[str, int]
 """The kind of a state, ``conv`` or ``recurrent``, and its number in the module."""
@@ -137,9 +137,7 @@ def own_arguments(
     """
     names, missing = argument_names(module), []
 
-    def own(path: Any, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
+    def own(path: Any, x: torch.Tensor) -> Any:
         place, dim = place_of(path, x), inputs.get(place_of(path, x))
         if dim is not None and x.shape[dim] == layout.local_size(rank):
             return x
@@ -151,7 +149,7 @@ def own_arguments(
             missing.append(place)  # such as document boundaries, at which kernels reset states
         return x
 
-    made = tree_map_with_path(own, values)
+    made = map_tensors(own, values)
     return None if missing else made
 
 
@@ -291,7 +289,9 @@ class StatesOfRank(States):
         """Return a state of the previous rank; states that arrive earlier are kept."""
         while key not in self._early:
             if self._taken == len(self.taken):
-                self.taken.append(_receive_header(self.neighbours, self.device))
+                header = self.neighbours.receive((_HEADER,), torch.int64, _of_numbers(self.device), -1)
+                kind, number, dtype, dims, *shape = header.tolist()
+                self.taken.append(_Message((_KINDS[kind], number), tuple(shape[:dims]), _DTYPES[dtype]))
             message = self.taken[self._taken]
             self._taken += 1
             anchors = self.anchors if message.dtype.is_floating_point else []
@@ -305,7 +305,9 @@ class StatesOfRank(States):
             return through
         message = _Message(key, tuple(state.shape), state.dtype)
         if self._given == len(self.given):
-            _send_header(self.neighbours, message, self.device)
+            numbers = [_KINDS.index(key[0]), key[1], _DTYPES.index(state.dtype), state.ndim, *state.shape]
+            header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=_of_numbers(self.device))
+            self.neighbours.send(header, 1)
             self.given.append(message)
         assert self.given[self._given] == message, f"expected {self.given[self._given]}, got {message}"
         self._given += 1
@@ -372,18 +374,6 @@ class _Given(torch.autograd.Function):
 
 def _receive(neighbours: Neighbours, message: _Message, device: torch.device) -> torch.Tensor:
     return neighbours.receive(message.shape, message.dtype, device, -1)
-
-
-def _send_header(neighbours: Neighbours, message: _Message, device: torch.device) -> None:
-    kind, number = message.key
-    numbers = [_KINDS.index(kind), number, _DTYPES.index(message.dtype), len(message.shape), *message.shape]
-    neighbours.send(torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=_of_numbers(device)), 1)
-
-
-def _receive_header(neighbours: Neighbours, device: torch.device) -> _Message:
-    header = neighbours.receive((_HEADER,), torch.int64, _of_numbers(device), -1)
-    kind, number, dtype, dims, *shape = header.tolist()
-    return _Message((_KINDS[kind], number), tuple(shape[:dims]), _DTYPES[dtype])
 
 
 def _of_numbers(device: torch.device) -> torch.device:
