@@ -37,7 +37,7 @@ from autopar.pipeline_parallel.stage_forward import (
     unmark_boundaries,
 )
 from autopar.plan.stages import Reads, StagePlan, elements_of
-from autopar.policy.match import Described
+from autopar.policy.match import Described, base_of, is_hugging_face_model
 from autopar.policy.schema import Policy
 
 
@@ -48,11 +48,11 @@ def find_reads(model: nn.Module, policy: Policy | Described) -> Reads | None:
     """
     described = Described.of(model, policy)
     prefix, inner = described.prefix, described.model
-    if not isinstance(inner, PreTrainedModel):
+    if not is_hugging_face_model(inner):
         return None
-    base = inner.base_model
-    for traced, below in ((inner, ""), (base, "" if base is inner else inner.base_model_prefix)):
-        if isinstance(traced, PreTrainedModel):
+    name, base = base_of(inner)
+    for traced, below in ((inner, ""), (base, name)):
+        if is_hugging_face_model(traced):
             try:
                 inputs = sample_inputs(traced)
             except ValueError:

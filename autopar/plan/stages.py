@@ -167,7 +167,8 @@ class Blocks:
         read = {id(tensors[name]) for name in read_at}  # by any of its names
         unread = {n for n, p in tensors.items() if id(p) not in read and n.startswith(within)}
         unread = {n for n in unread if not _any_above(n, behind)}
-        assert isinstance(self.model, PreTrainedModel)
+        if not isinstance(self.model, PreTrainedModel):  # a model of another library
+            return unread & before
         return unread & before if self._read_further(self.model, unread, read_at) else set()
 
     def _read_further(self, model: PreTrainedModel, unread: set[str], reads: Mapping[str, set[int]]) -> bool:

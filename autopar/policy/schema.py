@@ -135,8 +135,9 @@ class Tower:
 class Policy:
     """A parsed policy: its towers, the rules of task heads (relative to the task model), and the models inside.
 
-    ``model_types`` is empty for a user's policy without ``match``. ``models``: path (relative to the base model) ->
-    place in the policy, for Hugging Face models inside, which have the policy of their ``model_type``.
+    ``model_types`` is empty for a user's policy without ``match``, and for the ``classes`` of a ``library``.
+    ``models``: path (relative to the base model) -> place in the policy, for Hugging Face models inside, which have the
+    policy of their ``model_type``.
     ``without_kernels``: functions of the modeling file that must be transformers' torch code (see
     :mod:`autopar.plan.matching`). ``loss``: class of a model -> one of :data:`LOSSES`, if its name does not show it.
     """
@@ -154,10 +155,16 @@ class Policy:
     without_kernels: tuple[str, ...] = ()
     ranges: Mapping[str, str] = field(default_factory=dict)
     loss: Mapping[str, str] = field(default_factory=dict)
+    library: str = ""
 
     def range_of(self, model_type: str) -> str:
-        """Return the versions of transformers for which the policy describes models of this type."""
+        """Return the versions of the library for which the policy describes models of this type or class."""
         return self.ranges.get(model_type, self.transformers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model types, or the classes of a library, for which the policy is."""
+        return self.classes if self.library else self.model_types
 
     @property
     def units(self) -> Mapping[str, UnitSpec]:
