@@ -108,10 +108,10 @@ class Feature:
             attributes that its instances add.
         extensions: The rules of policies, by name.
         steps: The steps of ``initialize``, by name.
-        models: The models of a library in :data:`LIBRARIES`: an object with three methods. ``owns(module)`` is called
-            with the modules of a user's model. ``policy(model)`` returns the policy of such a model, or raises
-            UnsupportedModelError. ``sample(model, batch, length)`` returns small inputs on the meta device, or raises
-            ValueError.
+        models: The models of a library in :data:`LIBRARIES`: an object with its ``name`` and three methods.
+            ``owns(module)`` is called with the modules of a user's model. ``policy(model)`` returns the policy of such
+            a model, or raises UnsupportedModelError. ``sample(model, batch, length)`` returns small inputs on the meta
+            device, or raises ValueError.
         forms: The forms in which a library stores weights (packed, with scales), by the library's module. If that
             module is loaded, ``find(module)`` is called with layers, at any time outside of a forward. It returns the
             :class:`autopar.stored.StoredWeight` of the layer, or None.

@@ -185,7 +185,7 @@ def rehearse_stages(
             by_id[id(tensor)] = tensor
     missing: dict[str, set[int]] = {}
     received: Any = None
-    context = StageContext(plan.encoder)
+    context = StageContext(plan)
     with torch.no_grad(), warnings.catch_warnings(), evaluating(model), ExitStack() as stack:
         warnings.simplefilter("ignore")
         stack.callback(unmark_boundaries, model, plan, start)

@@ -122,13 +122,16 @@ def parse_policy(name: str, root: Node) -> Policy:
 def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mapping[str, UnitSpec]) -> Tower:
     sections = {key: parse(keys[key], units) for key, parse in _SECTIONS.items() if key in keys}
     if "blocks" in keys:
-        blocks = _mapping(keys["blocks"], _BLOCKS, "'blocks'")
+        given = keys["blocks"].value
+        first, *more_lists = given if isinstance(given, list) and given else [keys["blocks"]]
+        sections["then"] = tuple(_parse_tower(name, entry.where, {"blocks": entry}, units) for entry in more_lists)
+        blocks = _mapping(first, _BLOCKS, "'blocks'")
         for required in ("path", "modules"):
             if required not in blocks:
-                raise PolicyError(f"'blocks' has no '{required}'", keys["blocks"].where)
+                raise PolicyError(f"'blocks' has no '{required}'", first.where)
         sections |= {
             "blocks_path": _text(blocks["path"], "path"),
-            "blocks_where": keys["blocks"].where,
+            "blocks_where": first.where,
             "blocks": _parse_rules(blocks["modules"], units),
         }
         more = [key for key in ("attributes", "inputs") if key in blocks]
@@ -287,9 +290,10 @@ def _parse_inputs(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Input]
         content = _mapping(entry, ("sharded", "dim"), f"the input {path}")
         if set(content) != {"sharded", "dim"}:
             raise PolicyError(f"the input {path} needs 'sharded' and 'dim'", entry.where)
-        inputs[path] = Input(
-            _parse_unit(content["sharded"], "sharded", units), _number(content["dim"], "dim"), entry.where
-        )
+        (run, *more), dim = _parse_parts(content["sharded"], "sharded", units), _number(content["dim"], "dim")
+        if more:
+            raise PolicyError(f"the input {path} takes one unit, not {len(more) + 1}", entry.where)
+        inputs[path] = Input(run.unit, dim, entry.where, run.width)
     return inputs
 
 

@@ -100,11 +100,12 @@ class Ratio(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An argument of a module's forward that is sharded by a unit along ``dim``."""
+    """An argument of a module's forward, or each tensor in it, that is sharded by a unit along ``dim``."""
 
     unit: str
     dim: int
     where: Where
+    width: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class Tower:
     """A list of blocks and the modules around it. A policy has one tower, or several by name.
 
     Module paths have ``?`` after optional segments and ``*`` for every member of a list. Paths in ``blocks`` are
-    relative to each block, other paths to the base model.
+    relative to each block, other paths to the base model. ``then``: the lists of blocks after the first one, with the
+    units of the tower.
     """
 
     name: str
@@ -129,6 +131,12 @@ class Tower:
     suffix: Mapping[str, Rule] = field(default_factory=dict)
     attributes: Mapping[str, Ratio] = field(default_factory=dict)
     inputs: Mapping[str, Input] = field(default_factory=dict)
+    then: tuple[Tower, ...] = ()
+
+    @property
+    def lists(self) -> tuple[Tower, ...]:
+        """The lists of blocks in forward order, each as a tower."""
+        return (self, *self.then)
 
 
 @dataclass(frozen=True)

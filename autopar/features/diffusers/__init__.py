@@ -8,5 +8,6 @@ FEATURE = Feature(
     name="diffusers",
     about="transformers of diffusers: policies by class",
     library="diffusers",
+    additions={"diffusers": f"{_HERE}.checks:Checks"},
     models={"diffusers": f"{_HERE}.models:Models"},
 )

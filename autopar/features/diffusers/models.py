@@ -24,6 +24,8 @@ RANGE = ">=0.42,<0.43"
 class Models:
     """The models of diffusers (:attr:`autopar.registry.Feature.models`)."""
 
+    name = LIBRARY
+
     @staticmethod
     def owns(module: nn.Module) -> bool:
         """Return whether a module is a model of diffusers, whose base class exists once a model was imported."""
@@ -46,7 +48,7 @@ class Models:
             raise PolicyError(f"{' and '.join(str(each.where) for each in found)} both match {kind}")
         if not found:
             raise UnsupportedModelError(_without_policy(model, listed))
-        _check_version(found[0], kind)
+        check_version(found[0], kind)
         return found[0]
 
     @staticmethod
@@ -77,7 +79,8 @@ def _without_policy(model: nn.Module, listed: list[Policy]) -> str:
     )
 
 
-def _check_version(policy: Policy, kind: str) -> None:
+def check_version(policy: Policy, kind: str) -> None:
+    """Raise UnsupportedModelError unless a policy supports the installed diffusers for the class ``kind``."""
     wanted = policy.range_of(kind)
     wanted = RANGE if wanted == SUPPORTED else wanted
     if not SpecifierSet(wanted).contains(version(LIBRARY), prereleases=True):
