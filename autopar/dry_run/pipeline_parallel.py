@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from transformers import PreTrainedModel
 
-from autopar.compat.tensors import own_buffers
+from autopar.compat.tensors import own_buffers, tree_map_only
 from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.errors import UnsupportedModelError, first_line
@@ -81,7 +81,7 @@ def trace_reads(
         device = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
         if copied is model and device.type == "meta":
             return None
-        real = {name: torch.zeros_like(value, device=device) for name, value in inputs.items()}
+        real = tree_map_only(torch.Tensor, functools.partial(torch.zeros_like, device=device), dict(inputs))
         for variant in _variants(copied, real):
             given = {**variant, **no_cache}
             try:

@@ -118,7 +118,7 @@ def all_scopes(
         for part, (list_path, blocks) in ((part, found) for part, lists in walked for found in lists):
             if not isinstance(blocks, nn.ModuleList | nn.Sequential | nn.ModuleDict):
                 words = f"blocks.path '{part.blocks_path}' must be a ModuleList of {type(base).__name__}"
-                raise PolicyError(words, part.where)
+                raise PolicyError(words, part.blocks_where)
             for name, block in blocks.named_children():
                 path, own = join(base_path, list_path, name), (part.block_attributes, part.block_inputs)
                 yield Scope(path, block, path, table, part.blocks, *own, part.where, block)

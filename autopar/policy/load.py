@@ -290,10 +290,9 @@ def _parse_inputs(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Input]
         content = _mapping(entry, ("sharded", "dim"), f"the input {path}")
         if set(content) != {"sharded", "dim"}:
             raise PolicyError(f"the input {path} needs 'sharded' and 'dim'", entry.where)
-        (run, *more), dim = _parse_parts(content["sharded"], "sharded", units), _number(content["dim"], "dim")
-        if more:
-            raise PolicyError(f"the input {path} takes one unit, not {len(more) + 1}", entry.where)
-        inputs[path] = Input(run.unit, dim, entry.where, run.width)
+        node, dim = content["sharded"], _number(content["dim"], "dim")
+        run, *more = _parse_parts(node, "sharded", units)
+        inputs[path] = Input(_parse_unit(node, "sharded", units) if more else run.unit, dim, entry.where, run.width)
     return inputs
 
 

@@ -7,6 +7,7 @@ tokens, images or videos. The layer that reads the latents shows it.
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from autopar.policy.match import config_of
 
-_TEXT = 7  # words, a number other than that of samples, heads and frames
+_TEXT = 7  # words
 _CHANNELS = ("in_channels", "in_dim", "io_channels")
 _TEXTS = (
     *("joint_attention_dim", "text_embed_dim", "text_dim", "caption_channels", "cap_feat_dim", "context_in_dim"),
@@ -28,6 +29,8 @@ _WIDTHS = {  # argument -> keys of configs that hold its width
     "encoder_hidden_states_t5": ("cross_attention_dim_t5",),
     "global_hidden_states": ("global_states_input_dim", "global_cond_dim"),
 }
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SHAPE = re.compile(r"`\(([\w ,]+)\)`")  # hidden_states (`torch.Tensor` of shape `(batch_size, ...)`): ...
 _TIMES = ("timestep", "t", "r_timestep", "timestep_r", "timestep_cond")
 _PAIRS = ("original_size", "target_size", "crop_coords")
 
@@ -38,7 +41,7 @@ class _Inputs:
     def __init__(self, model: nn.Module, batch: int, length: int) -> None:
         self.model, self.batch, self.length = model, batch, length
         self.config = config_of(model)
-        self.channels = self.first(*_CHANNELS)
+        self.channels, self.words = self.first(*_CHANNELS), self.first("max_text_seq_length") or _TEXT
 
     def first(self, *keys: str) -> Any:
         """Return the first value that the config has."""
@@ -54,16 +57,22 @@ class _Inputs:
         time, side = self.patch()
         if self.channels is None:
             raise ValueError("no sample input is known without channels in the config")
-        for layer in self.model.modules():
-            if isinstance(layer, nn.Conv3d):
-                return _empty(self.batch, layer.in_channels, time, side, side * self.length)
-            if isinstance(layer, nn.Conv2d):
-                frames = (time,) if self.first("sample_frames", "temporal_compression_ratio") else ()
-                return _empty(self.batch, *frames, layer.in_channels, side, side * self.length)
-            if isinstance(layer, nn.Linear) and layer.in_features == self.channels:
-                return _empty(self.batch, self.length, self.channels)
-            if isinstance(layer, nn.Linear) and layer.in_features % (self.channels * side * side) == 0:
-                return _empty(self.batch, self.channels, side, side * self.length)
+        layers = [layer for path, layer in self.model.named_modules() if "lora_" not in path]
+        patched = any(isinstance(layer, _CONVOLUTIONS) and layer.in_channels == self.channels for layer in layers)
+        read = {layer.in_features for layer in layers if isinstance(layer, nn.Linear)}
+        if self.channels in read and not patched:
+            return _empty(self.batch, self.length, self.channels)
+        sizes = {"batch": self.batch, "channel": self.channels, "dim": self.channels, "frame": time, "height": side}
+        sizes |= {"width": side * self.length, "seq": self.length, "length": self.length}
+        lines = (inspect.getdoc(self.model.forward) or "").splitlines()
+        documented = [line for line in lines if line.strip().startswith("hidden_states (")]
+        shapes = [names.split(",") for line in documented[:1] for names in _SHAPE.findall(line)]
+        if self.channels * side * side in read:
+            shapes.append(["batch", "channels", "height", "width"])
+        for names in shapes:
+            shape = [next((size for part, size in sizes.items() if part in name), 0) for name in names]
+            if all(shape):
+                return _empty(*shape)
         raise ValueError("no layer reads the latents")
 
     def of(self, name: str, needed: bool) -> Any:
@@ -73,19 +82,19 @@ class _Inputs:
             return self.latents()
         if name in _WIDTHS:
             width = self.first(*_WIDTHS[name])
-            words = () if name in ("pooled_projections", "global_hidden_states") else (_TEXT,)
+            words = () if name in ("pooled_projections", "global_hidden_states") else (self.words,)
             return None if width is None else _empty(batch, *words, width)
         if name in _TIMES:
             return _empty(batch) if needed or name == "timestep" else None
         if name == "guidance":
             return _empty(batch) if self.first("guidance_embeds") else None
         if name in ("img_ids", "txt_ids"):
-            return _empty(self.length if name == "img_ids" else _TEXT, len(config.axes_dims_rope))
+            return _empty(self.length if name == "img_ids" else self.words, len(config.axes_dims_rope))
         if "mask" in name:
-            text = name.startswith(("encoder", "text"))
-            return (
-                torch.ones(batch, _TEXT if text else self.length, dtype=torch.bool, device="meta") if needed else None
-            )
+            tokens = self.words if name.startswith(("encoder", "text")) else self.length
+            return torch.ones(batch, tokens, dtype=torch.bool, device="meta") if needed else None
+        if name == "ofs":
+            return _empty(1) if self.first("ofs_embed_dim") else None
         if name == "img_shapes":
             return [[(1, 1, self.length)]] * batch
         if name in ("num_frames", "height", "width"):

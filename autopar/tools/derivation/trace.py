@@ -448,7 +448,7 @@ def _untracked(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that runs without tracking."""
 
     def run_hook(*args: Any) -> None:
-        with no_dispatch_modes():
+        with no_dispatch_modes(), torch.device("cpu"):
             hook(*args)
 
     return run_hook

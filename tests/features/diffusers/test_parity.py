@@ -83,6 +83,8 @@ def check(name: str, heads: int = 6, *, adapt: Callable[[nn.Module], nn.Module] 
                 largest = max(1.0, float(parameter.grad.abs().max()))
                 close(gradients[key] / largest, parameter.grad / largest, f"gradient of {key} of {name}")
     other = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-3)
+    if mpu.dp.size > 1:
+        autopar.average_gradients(model)
     for each in (optimizer, other):
         each.step()
     weights = whole_tensors(model, lambda parameter: parameter.data)
@@ -122,4 +124,4 @@ def test_stages() -> None:
 def test_replicas() -> None:
     for name in SMALL:
         check(name, tensor_parallel_size=2, zero={"stage": 1})
-    check("flux2", tensor_parallel_size=2, pipeline_parallel_size=2, pipeline={"schedule": "zero_bubble"})
+    check("flux2", tensor_parallel_size=2, pipeline_parallel_size=2, pipeline={"schedule": "zero-bubble"})
