@@ -35,12 +35,10 @@ class Checks:
 
 def _unsupported(model: Any) -> Iterator[tuple[str, str]]:
     """Yield the settings of a model that are not supported, each with a way out."""
-    if devices := getattr(model, "hf_device_map", None):
-        listed = ", ".join(sorted({str(device) for device in devices.values()}))
-        yield (
-            f"the device_map ({listed})",
-            "Call from_pretrained without it; initialize moves shards to each rank's GPU.",
-        )
+    devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
+    if len(devices) > 1:
+        advice = "Call from_pretrained without it; initialize moves shards to each rank's GPU."
+        yield f"the device_map ({', '.join(devices)})", advice
     if getattr(model, "_parallel_config", None) is not None:
         yield "enable_parallelism", "Leave it out: it is diffusers' own parallelism of the same layers."
     for path, module in model.named_modules():

@@ -7,6 +7,7 @@ tokens, images or videos. The layer that reads the latents shows it.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from typing import Any
 
@@ -26,6 +27,8 @@ _WIDTHS = {  # argument -> keys of configs that hold its width
     "cap_feats": _TEXTS,
     "pooled_projections": ("pooled_projection_dim",),
     "encoder_hidden_states_image": ("image_dim",),
+    "encoder_hidden_states_2": ("text_embed_2_dim",),
+    "image_embeds": ("image_embed_dim",),
     "encoder_hidden_states_t5": ("cross_attention_dim_t5",),
     "global_hidden_states": ("global_states_input_dim", "global_cond_dim"),
 }
@@ -53,7 +56,7 @@ class _Inputs:
         return (size[0], size[-1]) if isinstance(size, list | tuple) and len(size) == 3 else (over_time, _number(size))
 
     def latents(self) -> torch.Tensor:
-        """Return noisy latents of ``length`` patches."""
+        """Return noisy latents: tokens, or images or videos of a few patches."""
         time, side = self.patch()
         if self.channels is None:
             raise ValueError("no sample input is known without channels in the config")
@@ -62,8 +65,9 @@ class _Inputs:
         read = {layer.in_features for layer in layers if isinstance(layer, nn.Linear)}
         if self.channels in read and not patched:
             return _empty(self.batch, self.length, self.channels)
-        sizes = {"batch": self.batch, "channel": self.channels, "dim": self.channels, "frame": time, "height": side}
-        sizes |= {"width": side * self.length, "seq": self.length, "length": self.length}
+        edge = side * (math.isqrt(self.length) + 1)  # some classes support only squares
+        sizes = {"batch": self.batch, "channel": self.channels, "dim": self.channels, "frame": time, "height": edge}
+        sizes |= {"width": edge, "seq": self.length, "length": self.length}
         lines = (inspect.getdoc(self.model.forward) or "").splitlines()
         documented = [line for line in lines if line.strip().startswith("hidden_states (")]
         shapes = [names.split(",") for line in documented[:1] for names in _SHAPE.findall(line)]
@@ -91,6 +95,7 @@ class _Inputs:
         if name in ("img_ids", "txt_ids"):
             return _empty(self.length if name == "img_ids" else self.words, len(config.axes_dims_rope))
         if "mask" in name:
+            needed = needed or (name.endswith("_2") and self.first("text_embed_2_dim") is not None)
             tokens = self.words if name.startswith(("encoder", "text")) else self.length
             return torch.ones(batch, tokens, dtype=torch.bool, device="meta") if needed else None
         if name == "ofs":
@@ -107,7 +112,7 @@ class _Inputs:
 
 
 def sample_inputs(model: Any, batch: int, length: int) -> dict[str, Any]:
-    """Make inputs on the meta device, with ``length`` patches of latents in each sample.
+    """Make small inputs on the meta device, with ``length`` tokens where the latents are tokens.
 
     Raises:
         ValueError: An argument is not known.

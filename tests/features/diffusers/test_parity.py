@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ def with_lora(model: nn.Module) -> nn.Module:
     import peft
 
     model.requires_grad_(False)
-    return randomise_adapters(peft.inject_adapter_in_model(peft.LoraConfig(r=3, target_modules=LAYERS), model))
+    add = getattr(model, "add_adapter", partial(peft.inject_adapter_in_model, model=model))
+    add(peft.LoraConfig(r=3, target_modules=LAYERS))
+    return randomise_adapters(model)
 
 
 def recomputed(model: Any) -> Any:
@@ -52,14 +55,15 @@ def check(name: str, heads: int = 6, *, adapt: Callable[[nn.Module], nn.Module] 
 
     Args:
         adapt: what becomes of the model before it is parallelized.
-        more: sizes, and the other sections of the configuration.
+        more: sizes, the policy, and the other sections of the configuration.
     """
     plain, inputs = make(name, heads)
     plain = adapt(plain)
     model = copy.deepcopy(plain)
     sizes = {key: more.pop(key) for key in [*more] if key.endswith("_size")}
     made = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    model, optimizer = autopar.initialize(model, {"model_parallelism": sizes, **more}, optimizer=made)
+    policy = more.pop("policy", None)
+    model, optimizer = autopar.initialize(model, {"model_parallelism": sizes, **more}, policy=policy, optimizer=made)
     mpu, microbatches = model.mpu, 1 if model.mpu.pp.size == 1 else 2
     for number in range(2):
         batch = {key: value + number / 8 if torch.is_tensor(value) and value.is_floating_point() else value
@@ -108,6 +112,7 @@ def test_uneven_heads() -> None:
     for name in SMALL:
         check(name, heads=4, tensor_parallel_size=3)
         check(name, heads=4, adapt=with_lora, tensor_parallel_size=3)
+    check("sd3", heads=4, policy="derive", tensor_parallel_size=3)
 
 
 @with_package("diffusers", world_size=2)
