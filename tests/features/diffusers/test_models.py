@@ -38,15 +38,10 @@ def test_each_class_has_a_policy_that_runs_without_data() -> None:
 
 def test_lists_of_blocks_in_a_policy() -> None:
     policy = read_user_policy({"extends": {"net": "flux"}})
-    assert [each.blocks_path for each in policy.towers[0].lists] == [
-        "net.transformer_blocks",
-        "net.single_transformer_blocks",
-    ]
-    assert {"attn.to_q", "proj_mlp"} <= {*policy.towers[0].then[0].blocks} and set(policy.units) == {
-        "heads",
-        "ffn",
-        "mlp",
-    }
+    paths = [each.blocks_path for each in policy.towers[0].lists]
+    assert paths == ["net.transformer_blocks", "net.single_transformer_blocks"]
+    assert {"attn.to_q", "proj_mlp"} <= {*policy.towers[0].then[0].blocks}
+    assert {*policy.units} == {"heads", "ffn", "mlp"}
     rule = {"sharded": ["heads", "heads"], "dim": 0}
     for blocks, words in (
         ([{"path": "a"}], "'blocks' has no 'modules'"),
