@@ -26,6 +26,7 @@ DEEPSPEED := .cache/deepspeed/.installed
 TORCHAO := .cache/torchao/.installed
 COMPRESSED := .cache/compressed-tensors/.installed
 TRL := .cache/trl/.installed
+DIFFUSERS := .cache/diffusers/.installed
 NBCLIENT := .cache/nbclient/.installed
 DOCS := .cache/docs/.installed
 BUILD_TOOLS := .cache/build-tools/.installed
@@ -52,6 +53,9 @@ TORCHAO_PACKAGES := torchao==0.18.0
 COMPRESSED_PACKAGES := compressed-tensors==0.20.0 loguru==0.7.3 $(PYDANTIC_PACKAGES)
 # TRL's trainers; what it imports is in .venv.
 TRL_PACKAGES := trl==1.16.0
+# Diffusion transformers, and what diffusers imports that .venv does not have.
+DIFFUSERS_PACKAGES := diffusers==0.42.1 importlib-metadata==10.2.0 zipp==4.1.2 requests==2.34.2 urllib3==2.8.0 \
+  certifi==2026.10.19.post1 charset-normalizer==3.5.3 idna==3.20
 # nbclient executes the notebooks of the tutorials, with the kernel of Python; and what both import that .venv does not have.
 NBCLIENT_PACKAGES := nbclient==0.11.0 nbformat==5.11.1 ipykernel==7.4.0 asttokens==3.0.2 attrs==26.1.0 comm==0.2.3 \
   executing==2.3.0 fastjsonschema==2.22.3 ipython==9.18.1 ipython-pygments-lexers==1.1.1 jedi==0.20.1 \
@@ -141,6 +145,13 @@ $(TRL): $(VENV) Makefile
 	  { echo "error: could not download $(TRL_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
+$(DIFFUSERS): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(DIFFUSERS_PACKAGES) || \
+	  { echo "error: could not download $(DIFFUSERS_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
 $(NBCLIENT): $(VENV) Makefile
 	@rm -rf $(@D)
 	@mkdir -p $(@D)
@@ -171,7 +182,7 @@ $(OLDEST) $(NEWEST): .cache/%/.installed: pyproject.toml | $(VENV)
 	  { echo "error: could not install the $* versions" >&2; exit 1; }
 	@touch $@
 
-fetch: real-models $(OLDEST) $(DEEPSPEED) $(TORCHAO) $(COMPRESSED) $(TRL) $(NBCLIENT) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
+fetch: real-models $(OLDEST) $(DEEPSPEED) $(TORCHAO) $(COMPRESSED) $(TRL) $(DIFFUSERS) $(NBCLIENT) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
 
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py

@@ -15,7 +15,7 @@ from autopar.errors import ShardWarning
 LOCAL_HOOKS = "_autopar_local_hooks"
 """The attribute of a module whose user hooks expect this rank's shards."""
 LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
-LIBRARIES |= {"safetensors"}
+LIBRARIES |= {"diffusers", "safetensors"}
 OURS = __file__.rpartition("/")[0] + "/"
 
 

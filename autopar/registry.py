@@ -108,6 +108,10 @@ class Feature:
             attributes that its instances add.
         extensions: The rules of policies, by name.
         steps: The steps of ``initialize``, by name.
+        models: The models of a library in :data:`LIBRARIES`: an object with its ``name`` and three methods.
+            ``owns(module)`` is called with the modules of a user's model. ``policy(model)`` returns the policy of such
+            a model, or raises UnsupportedModelError. ``sample(model, batch, length)`` returns small inputs on the meta
+            device, or raises ValueError.
         forms: The forms in which a library stores weights (packed, with scales), by the library's module. If that
             module is loaded, ``find(module)`` is called with layers, at any time outside of a forward. It returns the
             :class:`autopar.stored.StoredWeight` of the layer, or None.
@@ -137,6 +141,7 @@ class Feature:
     rules: Entries = field(default_factory=dict)
     extensions: Mapping[str, Extension] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
+    models: Entries = field(default_factory=dict)
     forms: Entries = field(default_factory=dict)
     quantizers: Entries = field(default_factory=dict)
     parts: Entries = field(default_factory=dict)
@@ -154,6 +159,9 @@ SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 
 # Rules of policies and plans that features add: entries of their tables ``matches`` and ``rules``.
 RULES = ("by_expert", "calls_experts", "expert_modules", "experts")
+
+# Libraries with models that are not models of transformers: keys of a policy's ``match``, and of the table ``models``.
+LIBRARIES = ("diffusers",)
 
 # Public names of the package that features add.
 OF_FEATURES: Mapping[str, str] = {
@@ -173,6 +181,7 @@ HOMES: Mapping[str, str] = {
     "adapters": "peft",
     "generate": "generation",
     "guards": "rank_checks",
+    **{name: name for name in LIBRARIES},
 }
 
 

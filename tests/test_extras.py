@@ -19,6 +19,7 @@ FILES = {
     "rl": ("integrations/accelerate.py", "integrations/trainer/*.py"),
     "peft": ("integrations/peft.py", "features/peft/*.py"),
     "quantized": ("features/quantized/bitsandbytes.py", "features/peft/*.py"),
+    "diffusers": ("features/diffusers/*.py",),
     "plot": ("tools/plot.py",),
 }
 WITHOUT_EXTRA = {"deepspeed", "psutil", "torchao"}  # used only if the user has installed them

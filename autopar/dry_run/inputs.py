@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from autopar.compat.tensors import remove_forward_hooks
 from autopar.compat.transformers import ATTENTION, EXPERTS
+from autopar.policy.match import library_of
 
 _BATCH, _SEQ, _FRAMES = 2, 5, 8
 
@@ -26,6 +27,9 @@ def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, length: int = _SE
     Raises:
         ValueError: The main input of the model is not supported.
     """
+    library = library_of(model)
+    if library is not None:
+        return library.sample(model, batch, length)
     taken = inspect.signature(model.forward).parameters
     main, config = model.main_input_name, model.config
     if main == "input_ids" or "input_ids" in taken:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from transformers import PreTrainedModel
 
-from autopar.compat.tensors import own_buffers
+from autopar.compat.tensors import own_buffers, tree_map_only
 from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.errors import UnsupportedModelError, first_line
@@ -37,7 +37,7 @@ from autopar.pipeline_parallel.stage_forward import (
     unmark_boundaries,
 )
 from autopar.plan.stages import Reads, StagePlan, elements_of
-from autopar.policy.match import Described
+from autopar.policy.match import Described, base_of, is_hugging_face_model
 from autopar.policy.schema import Policy
 
 
@@ -48,11 +48,11 @@ def find_reads(model: nn.Module, policy: Policy | Described) -> Reads | None:
     """
     described = Described.of(model, policy)
     prefix, inner = described.prefix, described.model
-    if not isinstance(inner, PreTrainedModel):
+    if not is_hugging_face_model(inner):
         return None
-    base = inner.base_model
-    for traced, below in ((inner, ""), (base, "" if base is inner else inner.base_model_prefix)):
-        if isinstance(traced, PreTrainedModel):
+    name, base = base_of(inner)
+    for traced, below in ((inner, ""), (base, name)):
+        if is_hugging_face_model(traced):
             try:
                 inputs = sample_inputs(traced)
             except ValueError:
@@ -81,7 +81,7 @@ def trace_reads(
         device = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
         if copied is model and device.type == "meta":
             return None
-        real = {name: torch.zeros_like(value, device=device) for name, value in inputs.items()}
+        real = tree_map_only(torch.Tensor, functools.partial(torch.zeros_like, device=device), dict(inputs))
         for variant in _variants(copied, real):
             given = {**variant, **no_cache}
             try:
@@ -185,7 +185,7 @@ def rehearse_stages(
             by_id[id(tensor)] = tensor
     missing: dict[str, set[int]] = {}
     received: Any = None
-    context = StageContext(plan.encoder)
+    context = StageContext(plan)
     with torch.no_grad(), warnings.catch_warnings(), evaluating(model), ExitStack() as stack:
         warnings.simplefilter("ignore")
         stack.callback(unmark_boundaries, model, plan, start)

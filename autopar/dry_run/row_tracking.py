@@ -101,7 +101,7 @@ class RowSearch(ABC):
         self.model: Any = model
         self.ranks, self.batch, self.start = ranks, ranks + 1, f"{prefix}." if prefix else ""
         if not isinstance(model, PreTrainedModel):
-            raise self.refusal("the model must be a Hugging Face model, which a dry run can check")
+            raise self.refusal("the model must be a Hugging Face model of transformers, which a dry run can check")
         paths = [path.removeprefix(self.start) for path in elements]
         cut = (paths,) if encoder is None else (paths[:encoder], paths[encoder + 1 :])
         self.lists = tuple(tuple(blocks) for blocks in cut if blocks)

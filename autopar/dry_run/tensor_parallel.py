@@ -34,6 +34,7 @@ from autopar.errors import PolicyError, first_line
 from autopar.plan.matching import around
 from autopar.plan.plan import Plan
 from autopar.plan.stages import lies_in
+from autopar.policy.match import base_of, is_hugging_face_model
 from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
@@ -49,20 +50,20 @@ def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
     Raises:
         PolicyError: The shard fails where the full model runs, or mixes replicated and sharded activations.
     """
-    if plan.tp == 1 or not isinstance(model, PreTrainedModel):
+    if plan.tp == 1 or not is_hugging_face_model(model):
         return False
     with kept():  # some models draw from numpy
         done = _check_model(model, prefix, plan)
-        base = model.base_model
+        name, base = base_of(model)
         if not done and base is not model and isinstance(base, PreTrainedModel):
-            done = _check_model(base, ".".join(filter(None, (prefix, model.base_model_prefix))), plan)
+            done = _check_model(base, ".".join(filter(None, (prefix, name))), plan)
         for path, inside in model.named_modules():
             if isinstance(inside, PreTrainedModel) and inside.config is not model.config and path:
                 _check_model(inside, f"{prefix}.{path}" if prefix else path, plan)
     return done
 
 
-def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
+def _check_model(model: Any, prefix: str, plan: Plan) -> bool:
     plan = below(plan, prefix)
     try:
         inputs = sample_inputs(model)

@@ -50,7 +50,7 @@ def next_batch(data: Any) -> dict[str, Any]:
 
 def batch_size(batch: Mapping[str, Any], main_input: str) -> int:
     """Count the samples in a batch: dim 0 of the main input, or of the first tensor; raise ConfigError without one."""
-    for name in (main_input, "input_ids", "inputs_embeds", *batch):
+    for name in (main_input, "input_ids", "inputs_embeds", "hidden_states", *batch):
         value = batch.get(name)
         if isinstance(value, torch.Tensor) and value.ndim:
             return value.shape[0]

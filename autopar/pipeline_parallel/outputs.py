@@ -27,7 +27,7 @@ from transformers.utils.generic import ModelOutput
 from autopar.compat.tensors import ITEM, schema_of
 from autopar.distributed.rng import Generators
 from autopar.errors import AutoparError, UnsupportedModelError, listed
-from autopar.pipeline_parallel.p2p import map_tensors
+from autopar.pipeline_parallel.p2p import is_output, map_tensors
 from autopar.swap import plain_class, swap
 from autopar.tensor_tracking import TensorTracking, parts_of, storage_key, tensors_in, written_in_place
 
@@ -114,7 +114,7 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
         return None
     if isinstance(first, dict):  # also a ModelOutput
         merged = {name: merge_outputs([o[name] for o in outputs], sizes, weights) for name in first}
-        return type(first)(**merged) if isinstance(first, ModelOutput) else merged
+        return type(first)(**merged) if is_output(first) else merged
     if isinstance(first, list) and _has_samples(outputs, sizes):
         return [entry for output in outputs for entry in output]
     if isinstance(first, list | tuple):

@@ -31,6 +31,7 @@ from autopar.distributed.failures import GRACE, FailureLog
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.distributed.process import accelerator
 from autopar.errors import PipelineError, first_line
+from autopar.pipeline_parallel.stage_weights import scalar_placeholder
 from autopar.swap import NotCopied
 
 _LENGTHS = 16  # bytes of two integers: the lengths of a frame and of its pickled header
@@ -82,11 +83,16 @@ class TensorMeta(NamedTuple):
     requires_grad: bool
 
 
+def is_output(value: Any) -> bool:
+    """Return whether a value is an output of a model of transformers or diffusers: a mapping with attributes."""
+    return isinstance(value, ModelOutput) or (isinstance(value, dict) and is_dataclass(value))
+
+
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Apply ``function`` to each tensor in ``value``: in tuples, lists, dicts, dataclasses and ``ModelOutput``."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, ModelOutput):
+    if is_output(value):
         return type(value)(**{name: map_tensors(entry, function) for name, entry in value.items()})
     if isinstance(value, dict):
         return {name: map_tensors(entry, function) for name, entry in value.items()}
@@ -123,6 +129,22 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, meta: Any) -> Any:
         return self._cache if meta == "cache" else self._tensor_of(meta)
+
+
+def pack_shapes(value: Any) -> bytes:
+    """Pickle a nested value without the values of its tensors."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def unpack_shapes(packed: bytes, device: torch.device) -> Any:
+    """Undo :func:`pack_shapes`, with tensors of NaN without memory."""
+
+    def empty(meta: TensorMeta) -> torch.Tensor:
+        return scalar_placeholder(meta.dtype, device).expand(meta.shape)
+
+    return _Unpickler(packed, empty, None).load()
 
 
 class P2P(NotCopied):

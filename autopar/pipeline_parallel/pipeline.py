@@ -196,7 +196,7 @@ class Pipeline:
         check: bool = True,
     ) -> None:
         self.inner, self.plan, self.mpu, self.config, self.failures = inner, plan, mpu, config, failures
-        self.context = StageContext(plan.encoder)
+        self.context = StageContext(plan)
         self.p2p = P2P(mpu, failures)
         if plan.stages > 1:
             mark_boundaries(model, plan, self.context)

@@ -15,8 +15,10 @@ a third stream, because the stage with the end of the encoder has drawn from its
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +38,21 @@ from autopar.pipeline_parallel.outputs import (
     record_length,
     tokens_of,
 )
-from autopar.pipeline_parallel.p2p import map_tensors
+from autopar.pipeline_parallel.p2p import map_tensors, pack_shapes, unpack_shapes
 from autopar.plan.stages import StagePlan
 from autopar.swap import swap, unswap
+from autopar.tensor_tracking import tensors_in
 
 
 class StageOutput(NamedTuple):
-    """The output of a stage and input of the next: the outputs of its last element and of the encoder, unchanged."""
+    """The output of a stage and input of the next: the outputs of its last element and of the encoder, unchanged.
+
+    ``ended``: the shapes of the outputs of lists of blocks that ended before the last element, packed.
+    """
 
     output: Any
     encoder: Any = None
+    ended: tuple[bytes, ...] = ()
 
 
 class StageEnd(Exception):
@@ -63,13 +70,16 @@ class StageContext:
 
     Attributes:
         encoder: The index of the encoder among the elements.
+        ends: The indices of the last blocks of lists after which another list runs.
         forward: The current stage forward; None outside of the pipeline, where elements run as usual.
         placeholders: Name -> placeholder of each tensor that this rank does not hold.
         examined: Kind of an examined call -> entries of the result that the last stage cannot compute.
     """
 
-    def __init__(self, encoder: int | None) -> None:
-        self.encoder = encoder
+    def __init__(self, plan: StagePlan) -> None:
+        self.encoder = plan.encoder
+        lists = [path.rpartition(".")[0] for path in plan.elements if plan.encoder is None]
+        self.ends = [place for place, (one, other) in enumerate(pairwise(lists)) if one != other]
         self.forward: StageForward | None = None
         self.placeholders: Mapping[str, torch.Tensor] = {}
         self.examined: dict[Any, tuple[str, ...]] = {}
@@ -139,7 +149,7 @@ class StageForward:
         """Reset before the first or another run."""
         self.source = source
         # outputs of the last element so far, and of the encoder
-        self.output, self.encoder = self.received or StageOutput(None)
+        self.output, self.encoder, self.ended = self.received or StageOutput(None)
         self.cache: Cache | None = None
         self.tokens: torch.Tensor | None = None
         self.reached = self._entered = False
@@ -159,12 +169,18 @@ class StageForward:
 
     def result(self) -> StageOutput:
         """Return the output of the last element so far."""
-        return StageOutput(self.output, self.encoder)
+        return StageOutput(self.output, self.encoder, self.ended)
 
     def output_before(self, place: int) -> Any:
         """Return the received output for the earlier block ``place``."""
         assert self.received is not None, f"element {place} of a stage that received nothing"
         self.before.append(place)
+        number = bisect_left(self.context.ends, place)
+        if number < bisect_left(self.context.ends, self.start - 1):  # in an earlier list, with other outputs
+            made = unpack_shapes(self.received.ended[number], next(tensors_in(self.received.output)).device)
+            if self.provenance is not None:
+                self.provenance.mark(made, [f"the output of block {place}"])
+            return made
         if self.provenance is None or place == self.source:
             return self.received.output
 
@@ -227,6 +243,8 @@ class StageBoundary:
             forward.streams.decoder()
         else:
             forward.output = output
+            if place in context.ends:
+                forward.ended += (pack_shapes(output),)
         if place == forward.stop - 1 and not forward.last:
             raise StageEnd(forward.result())
         return output

@@ -42,7 +42,7 @@ class ReleasedWeights:
         parameters: The parameters by id, empty while they are released.
         orders: The modules with all their original parameters, in order.
         buffers: The buffers as ``(module, name in it, full name, tensor)``.
-        emptied: The Hugging Face models without remaining parameters.
+        emptied: The Hugging Face models, or modules outside of blocks of other models, without remaining parameters.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype | None:
 
 
 class _Emptied:
-    """A mixin before the class of a Hugging Face model without parameters, for the dtype of its first parameter."""
+    """A mixin before the class of a module without parameters, for the dtype of its first parameter."""
 
     _autopar_like: torch.Tensor
 
@@ -111,7 +111,12 @@ def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) 
     released = ReleasedWeights()
     foreign = {name for name in plan.tensors if rank not in plan.holders(name)}
     blocks = [f"{path}." for place, path in enumerate(plan.elements) if place != plan.encoder]
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    hugging_face = any(isinstance(module, PreTrainedModel) for module in model.modules())
+    models = [  # code before the blocks may read the dtype of a module's first parameter
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) or not (hugging_face or f"{path}.".startswith(tuple(blocks)))
+    ]
     dtypes = [next((p.dtype for p in module.parameters() if p.is_floating_point()), None) for module in models]
     for path, module in model.named_modules():
         start = f"{path}." if path else ""

@@ -114,7 +114,8 @@ def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan]]:
             if count is None:
                 raise PolicyError(f"'{entry.unit}' is inferred: the input {name} needs a count", entry.where)
             ranges = scope.table.ranges(entry.unit, count, scope.table.size, scope.block)
-            layout = Layout.of(entry.dim, [Block(entry.unit, count, 1, ranges)])
+            width = scope.table.number(entry.width or "1", scope.block, name, entry.where)
+            layout = Layout.of(entry.dim, [Block(entry.unit, count, width, ranges)])
             yield join(scope.path, path), InputPlan(name, layout, str(entry.where))
 
 

@@ -114,14 +114,14 @@ def all_scopes(
             yield Scope(base_path, base, f"{base_path}/{tower.name}/{section}", table, rules, {}, {}, tower.where)
         everywhere = f"{base_path}/{tower.name}"
         yield Scope(base_path, base, everywhere, table, {}, tower.attributes, tower.inputs, tower.where)
-        lists = () if tower.blocks_where is None else walk(base, tower.blocks_path, tower.blocks_where)
-        for list_path, blocks in lists:
+        walked = ((each, walk(base, each.blocks_path, each.blocks_where)) for each in tower.lists if each.blocks_where)
+        for part, (list_path, blocks) in ((part, found) for part, lists in walked for found in lists):
             if not isinstance(blocks, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-                words = f"blocks.path '{tower.blocks_path}' must be a ModuleList of {type(base).__name__}"
-                raise PolicyError(words, tower.blocks_where)
+                words = f"blocks.path '{part.blocks_path}' must be a ModuleList of {type(base).__name__}"
+                raise PolicyError(words, part.blocks_where)
             for name, block in blocks.named_children():
-                path, own = join(base_path, list_path, name), (tower.block_attributes, tower.block_inputs)
-                yield Scope(path, block, path, table, tower.blocks, *own, tower.where, block)
+                path, own = join(base_path, list_path, name), (part.block_attributes, part.block_inputs)
+                yield Scope(path, block, path, table, part.blocks, *own, part.where, block)
     table = UnitTable(_aligned(policy.units, together), config_of(model), type(model).__name__, tp, rows, model)
     yield Scope(prefix, model, f"{prefix}/head", table, policy.head, policy.head_attributes, {}, policy.where)
     for pattern, where in policy.models.items():
@@ -142,7 +142,7 @@ def rows_of(policy: Policy) -> frozenset[str]:
     """Return the units that are rows of an embedding, of which a rank may hold none."""
     sections = [policy.head]
     for tower in policy.towers:
-        sections += [tower.prefix, tower.every_stage, tower.suffix, tower.blocks]
+        sections += [tower.prefix, tower.every_stage, tower.suffix, *(part.blocks for part in tower.lists)]
     return frozenset(
         unit for section in sections for rule in section.values() if rule.kind == "embedding" for unit in rule.units
     )

@@ -19,7 +19,7 @@ from autopar import registry
 from autopar.compat.transformers import CACHES
 from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.plan.matching import Scope, all_scopes, around, join, matches_of
-from autopar.policy.match import Described
+from autopar.policy.match import Described, base_of
 from autopar.policy.schema import Policy
 
 # The arguments of every decoder's forward.
@@ -46,8 +46,12 @@ class Blocks:
             if scope.block is not None:
                 chains.setdefault(scope.path.rpartition(".")[0], []).append(scope)
         first, main = _choose(chains, prefix, model)
-        self.lists = [path for path in (first, main) if path]
-        before, after = ([scope.path for scope in chains.get(path, ())] for path in (first, main))
+        base = join(prefix, base_of(model)[0])
+        towers = ([join(base, each.blocks_path) for each in tower.lists] for tower in described.policy.towers)
+        mains = next((lists for lists in towers if len(lists) > 1 and main in lists), [main])  # run one after another
+        self.lists = [path for path in (first, *mains) if path in chains]
+        before = [scope.path for scope in chains.get(first, ())]
+        after = [scope.path for path in mains for scope in chains.get(path, ())]
         self.paths = [*before, *after]
         self._place_of = {path: place for place, path in reversed(list(enumerate(self.paths)))}
         self.encoder_place = len(before) if before else None
@@ -167,7 +171,8 @@ class Blocks:
         read = {id(tensors[name]) for name in read_at}  # by any of its names
         unread = {n for n, p in tensors.items() if id(p) not in read and n.startswith(within)}
         unread = {n for n in unread if not _any_above(n, behind)}
-        assert isinstance(self.model, PreTrainedModel)
+        if not isinstance(self.model, PreTrainedModel):  # a model of another library
+            return unread & before
         return unread & before if self._read_further(self.model, unread, read_at) else set()
 
     def _read_further(self, model: PreTrainedModel, unread: set[str], reads: Mapping[str, set[int]]) -> bool:

@@ -155,6 +155,10 @@ def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
         inside = dict(own["blocks"].value)
         layers += _layers(inside.pop("extends"), place, in_block=True)
         own["blocks"] = Node(inside, own["blocks"].where)
+    if "blocks" in own and isinstance(own["blocks"].value, list):
+        each = [_extend(Node({"blocks": entry}, entry.where), place).value for entry in own["blocks"].value]
+        own["blocks"] = Node([one["blocks"] for one in each], own["blocks"].where)
+        layers += [Node({"units": one["units"]}, node.where) for one in each if "units" in one]
     towers = own.get("towers")
     if towers is not None and isinstance(towers.value, dict):
         inner = {
@@ -298,11 +302,18 @@ def _mounted_in_model(tree: Node, path: str, name: Node) -> Node:
     if "models" in content and isinstance(content["models"].value, list):
         listed = [Node(f"{path}.{entry.value}", entry.where) for entry in content["models"].value]
         content["models"] = Node(listed, content["models"].where)
-    blocks = content.get("blocks")
-    if blocks is not None and isinstance(blocks.value, dict) and "path" in blocks.value:
-        start = blocks.value["path"]
-        content["blocks"] = Node({**blocks.value, "path": Node(f"{path}.{start.value}", start.where)}, blocks.where)
+    if "blocks" in content:
+        content["blocks"] = _blocks_below(content["blocks"], path)
     return Node(content, tree.where)
+
+
+def _blocks_below(blocks: Node, path: str) -> Node:
+    if isinstance(blocks.value, list):
+        return Node([_blocks_below(each, path) for each in blocks.value], blocks.where)
+    if not isinstance(blocks.value, dict) or "path" not in blocks.value:
+        return blocks
+    start = blocks.value["path"]
+    return Node({**blocks.value, "path": Node(f"{path}.{start.value}", start.where)}, blocks.where)
 
 
 def _mounted_in_block(tree: Node, path: str, name: Node) -> Node:

@@ -43,7 +43,7 @@ from autopar.policy.yaml_reader import Node, Where, plain, plain_tree
 
 _TOWER = ("units", "prefix", "every_stage", "blocks", "suffix", "attributes", "inputs")
 _TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models", "without_kernels", "loss")
-_MATCH = ("model_type", "transformers", "config", "class")
+_MATCH = ("model_type", "transformers", "config", "class", *registry.LIBRARIES)
 _BLOCKS = ("path", "modules", "attributes", "inputs")
 
 
@@ -85,10 +85,12 @@ def parse_policy(name: str, root: Node) -> Policy:
     if "units" not in top and not {"models", "towers"} & set(top):
         raise PolicyError(f"policy '{name}' has no section 'units'", root.where)
     match = _mapping(top["match"], _MATCH, "'match'") if "match" in top else {}
-    if "match" in top and "model_type" not in match:
+    library = next((key for key in registry.LIBRARIES if key in match), "")
+    if "match" in top and not {"model_type", library} & set(match):
         raise PolicyError("'match' has no 'model_type'", top["match"].where)
     model_types = _parse_names(match, "model_type")
-    transformers, ranges = _parse_versions(match, model_types) if "match" in top else ("", {})
+    classes = _parse_names(match, library or "class")
+    transformers, ranges = _parse_versions(match, model_types or classes, library) if "match" in top else ("", {})
     units = _parse_units(top["units"], literal="match" not in top) if "units" in top else {}
     towers = [_parse_tower("", root.where, {key: top[key] for key in _TOWER if key in top}, units)]
     for tower, entry in _mapping(top["towers"], None, "'towers'").items() if "towers" in top else ():
@@ -106,7 +108,8 @@ def parse_policy(name: str, root: Node) -> Policy:
         transformers=transformers,
         ranges=ranges,
         config={key: plain(node) for key, node in config.items()},
-        classes=_parse_names(match, "class"),
+        classes=classes,
+        library=library,
         towers=tuple(towers),
         head=_parse_rules(top["head"], units) if "head" in top else {},
         head_attributes=_parse_attributes(top["head_attributes"], units) if "head_attributes" in top else {},
@@ -119,13 +122,16 @@ def parse_policy(name: str, root: Node) -> Policy:
 def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mapping[str, UnitSpec]) -> Tower:
     sections = {key: parse(keys[key], units) for key, parse in _SECTIONS.items() if key in keys}
     if "blocks" in keys:
-        blocks = _mapping(keys["blocks"], _BLOCKS, "'blocks'")
+        given = keys["blocks"].value
+        first, *more_lists = given if isinstance(given, list) and given else [keys["blocks"]]
+        sections["then"] = tuple(_parse_tower(name, entry.where, {"blocks": entry}, units) for entry in more_lists)
+        blocks = _mapping(first, _BLOCKS, "'blocks'")
         for required in ("path", "modules"):
             if required not in blocks:
-                raise PolicyError(f"'blocks' has no '{required}'", keys["blocks"].where)
+                raise PolicyError(f"'blocks' has no '{required}'", first.where)
         sections |= {
             "blocks_path": _text(blocks["path"], "path"),
-            "blocks_where": keys["blocks"].where,
+            "blocks_where": first.where,
             "blocks": _parse_rules(blocks["modules"], units),
         }
         more = [key for key in ("attributes", "inputs") if key in blocks]
@@ -133,18 +139,18 @@ def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mappi
     return Tower(name, where, units, _text(keys["config"], "config") if "config" in keys else "", **sections)
 
 
-def _parse_versions(match: Mapping[str, Node], model_types: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """Return the range of transformers versions, and the ranges of individual model types."""
-    node = match.get("transformers")
-    if node is None:
+def _parse_versions(match: Mapping[str, Node], names: tuple[str, ...], library: str) -> tuple[str, dict[str, str]]:
+    """Return the range of versions of transformers, and the ranges of individual model types or classes."""
+    node = match.get(library or "transformers")
+    if node is None or (library and not isinstance(node.value, dict)):
         return SUPPORTED, {}
     if not isinstance(node.value, dict):
         return _text(node, "transformers"), {}
     for kind, entry in node.value.items():
-        if kind not in model_types:
-            hint = nearest(kind, model_types)
+        if kind not in names:
+            hint = nearest(kind, names)
             raise PolicyError(f"'transformers' names '{kind}', which 'model_type' does not list.{hint}", entry.where)
-    return SUPPORTED, {kind: _text(entry, "transformers") for kind, entry in node.value.items()}
+    return SUPPORTED, {kind: _text(entry, library or "transformers") for kind, entry in node.value.items()}
 
 
 def _parse_names(match: Mapping[str, Node], key: str) -> tuple[str, ...]:
@@ -154,6 +160,8 @@ def _parse_names(match: Mapping[str, Node], key: str) -> tuple[str, ...]:
     nodes = node.value if isinstance(node.value, list) else [node]
     if not nodes:
         raise PolicyError(f"'{key}' must not be empty", node.where)
+    if isinstance(node.value, dict) and key in registry.LIBRARIES:  # with the versions of each
+        return tuple(node.value)
     return tuple(_text(n, key) for n in nodes)
 
 
@@ -282,9 +290,9 @@ def _parse_inputs(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Input]
         content = _mapping(entry, ("sharded", "dim"), f"the input {path}")
         if set(content) != {"sharded", "dim"}:
             raise PolicyError(f"the input {path} needs 'sharded' and 'dim'", entry.where)
-        inputs[path] = Input(
-            _parse_unit(content["sharded"], "sharded", units), _number(content["dim"], "dim"), entry.where
-        )
+        node, dim = content["sharded"], _number(content["dim"], "dim")
+        run, *more = _parse_parts(node, "sharded", units)
+        inputs[path] = Input(_parse_unit(node, "sharded", units) if more else run.unit, dim, entry.where, run.width)
     return inputs
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -41,7 +41,7 @@ def model_inside(root: nn.Module, policy: Policy | None) -> tuple[str, Any]:
     """
     if uses_peft(root):
         registry.need("adapters", f"the adapters of {type(root).__name__} (PEFT)")
-    if policy is not None and not (policy.model_types and _hugging_face_models(root)):
+    if policy is not None and not ((policy.model_types or policy.library) and _hugging_face_models(root)):
         return "", root
     return hugging_face_model(root)
 
@@ -74,14 +74,24 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
 
 def _hugging_face_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     """Return the outermost Hugging Face models in ``root``, with their paths."""
-    if isinstance(root, PreTrainedModel):
+    if is_hugging_face_model(root):
         return [("", root)]
     found: list[tuple[str, PreTrainedModel]] = []
     for path, module in root.named_modules():
         inside = any(path.startswith(outer + ".") or not outer for outer, _ in found)
-        if isinstance(module, PreTrainedModel) and not inside:
+        if not inside and is_hugging_face_model(module):
             found.append((path, module))
     return found
+
+
+def library_of(model: object) -> Any:
+    """Return the entry of the table ``models`` that owns a model, or None (:class:`autopar.registry.Feature`)."""
+    return next((library for _, library in registry.entries("models") if library.owns(model)), None)
+
+
+def is_hugging_face_model(model: object) -> TypeGuard[PreTrainedModel]:
+    """Return whether a module is a model of transformers, or of a library in the table ``models``."""
+    return isinstance(model, PreTrainedModel) or library_of(model) is not None
 
 
 def base_of(model: nn.Module) -> tuple[str, nn.Module]:
@@ -156,6 +166,9 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
             _check_version(chosen, model.config)
         return chosen
     _, model = hugging_face_model(model)
+    library = library_of(model)
+    if library is not None:
+        return library.policy(model)
     config = model.config
     listed = policies_of(config.model_type)
     kinds = {kind.__name__ for kind in type(model).__mro__}
@@ -216,20 +229,24 @@ class Described:
         return self._of_models[id(inside)]
 
 
-def policies_of(model_type: str) -> list[Policy]:
-    """Return the policies that list the type. Only files whose text contains it are parsed, a few of some hundreds."""
-    word = re.compile(rf"(?<![\w.-]){re.escape(model_type)}(?![\w.-])")
-    listed = (policy for path in policy_files() if _may_list(path, model_type, word) for policy in load_policies(path))
-    return [policy for policy in listed if model_type in policy.model_types]
+def policies_of(name: str, library: str = "") -> list[Policy]:
+    """Return the policies that list a model type, or a class of a library.
+
+    Only files whose text contains it are parsed, a few of some hundreds.
+    """
+    word = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])")
+    listed = (policy for path in policy_files() if _may_list(path, name, word) for policy in load_policies(path))
+    return [policy for policy in listed if policy.library == library and name in policy.names]
 
 
-_LISTS = re.compile(r"model_type\W*?:[ \t]*(\[[^]]*\]|[^\s#,{}\[\]]+)?")
+_KEYS = ("model_type", *registry.LIBRARIES)
+_LISTS = re.compile(rf"(?:{'|'.join(_KEYS)})\W*?:[ \t]*(\[[^]]*\]|[^\s#,{{}}\[\]]+)?")
 
 
-def _may_list(path: Path, model_type: str, word: re.Pattern[str]) -> bool:
+def _may_list(path: Path, name: str, word: re.Pattern[str]) -> bool:
     text = policy_text(path)
-    if model_type not in text:  # unless it extends a file with types, or cannot be read
-        return "model_type" not in text
+    if name not in text:  # unless it extends a file with types, or cannot be read
+        return not any(key in text for key in _KEYS)
     lists = _LISTS.findall(text)
     return not all(lists) or any(word.search(listed) for listed in lists)
 

@@ -100,11 +100,12 @@ class Ratio(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An argument of a module's forward that is sharded by a unit along ``dim``."""
+    """An argument of a module's forward, or each tensor in it, that is sharded by a unit along ``dim``."""
 
     unit: str
     dim: int
     where: Where
+    width: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class Tower:
     """A list of blocks and the modules around it. A policy has one tower, or several by name.
 
     Module paths have ``?`` after optional segments and ``*`` for every member of a list. Paths in ``blocks`` are
-    relative to each block, other paths to the base model.
+    relative to each block, other paths to the base model. ``then``: the lists of blocks after the first one, with the
+    units of the tower.
     """
 
     name: str
@@ -129,14 +131,21 @@ class Tower:
     suffix: Mapping[str, Rule] = field(default_factory=dict)
     attributes: Mapping[str, Ratio] = field(default_factory=dict)
     inputs: Mapping[str, Input] = field(default_factory=dict)
+    then: tuple[Tower, ...] = ()
+
+    @property
+    def lists(self) -> tuple[Tower, ...]:
+        """The lists of blocks in forward order, each as a tower."""
+        return (self, *self.then)
 
 
 @dataclass(frozen=True)
 class Policy:
     """A parsed policy: its towers, the rules of task heads (relative to the task model), and the models inside.
 
-    ``model_types`` is empty for a user's policy without ``match``. ``models``: path (relative to the base model) ->
-    place in the policy, for Hugging Face models inside, which have the policy of their ``model_type``.
+    ``model_types`` is empty for a user's policy without ``match``, and for the ``classes`` of a ``library``.
+    ``models``: path (relative to the base model) -> place in the policy, for Hugging Face models inside, which have the
+    policy of their ``model_type``.
     ``without_kernels``: functions of the modeling file that must be transformers' torch code (see
     :mod:`autopar.plan.matching`). ``loss``: class of a model -> one of :data:`LOSSES`, if its name does not show it.
     """
@@ -154,10 +163,16 @@ class Policy:
     without_kernels: tuple[str, ...] = ()
     ranges: Mapping[str, str] = field(default_factory=dict)
     loss: Mapping[str, str] = field(default_factory=dict)
+    library: str = ""
 
     def range_of(self, model_type: str) -> str:
-        """Return the versions of transformers for which the policy describes models of this type."""
+        """Return the versions of the library for which the policy describes models of this type or class."""
         return self.ranges.get(model_type, self.transformers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model types, or the classes of a library, for which the policy is."""
+        return self.classes if self.library else self.model_types
 
     @property
     def units(self) -> Mapping[str, UnitSpec]:

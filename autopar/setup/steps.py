@@ -140,7 +140,7 @@ def take_values_of_rank_0(model: nn.Module, state: Parallelized, given: Given) -
 def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Swap layers and shard parameters before stages release any, while every rank has all of them."""
     inner = state.inner_of(model)
-    if state.plan.tp > 1 and not isinstance(inner, PreTrainedModel):
+    if state.plan.tp > 1 and state.own_policy is not None and not isinstance(inner, PreTrainedModel):
         from autopar.dry_run.tensor_parallel import FirstForward
 
         given.first_forward = FirstForward(inner, state.plan)  # it copies the module before sharding

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.compat.tensors import tree_map
+from autopar.compat.tensors import tree_map, tree_map_only
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, gather, reduce, scatter, sum_replicas
 from autopar.errors import PolicyError
@@ -97,14 +97,14 @@ class RegionModule:
     def _with_inputs(
         self, inputs: tuple[InputPlan, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, with the tensors in ``inputs`` sharded."""
+        """Return the arguments, with the tensors in ``inputs`` sharded, also those in tuples."""
         names, values, named = argument_names(self), list(args), dict(kwargs)
         for planned in inputs:
-            place = names.index(planned.name)
-            if place < len(values) and isinstance(values[place], torch.Tensor):
-                values[place] = self._shard_input(values[place], planned.layout)
-            elif isinstance(named.get(planned.name), torch.Tensor):
-                named[planned.name] = self._shard_input(named[planned.name], planned.layout)
+            place, layout = names.index(planned.name), planned.layout
+            holder, key = (values, place) if place < len(values) else (named, planned.name)
+            if place < len(values) or planned.name in named:
+                sharded = functools.partial(self._shard_input, layout=layout)
+                holder[key] = tree_map_only(torch.Tensor, sharded, holder[key])  # type: ignore[index]
         return tuple(values), named
 
     def _shard_input(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -177,7 +177,8 @@ def derive(model: PreTrainedModel) -> Derived:
 def _derive(model: PreTrainedModel) -> Derived:
     models = traced(model)
     if not models:
-        raise underivable(model, f"no inputs are known for its forward (main_input_name is '{model.main_input_name}')")
+        main = getattr(model, "main_input_name", "of its class")
+        raise underivable(model, f"no inputs are known for its forward (main_input_name is '{main}')")
     root: Any = models[0].model
     lists, blocks = block_lists(root)
     decisions, gathered, words = Decisions(), list[Family](), True

@@ -289,7 +289,8 @@ class FeatureTracking(ValuelessTracking):
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.suspended or name_of(func) in SHAPE_ONLY:
             return
-        self._follow(func, args, kwargs, result)
+        with torch.device("cpu"):  # forwards of other libraries run with torch.device("meta")
+            self._follow(func, args, kwargs, result)
         if self._record is not None:
             self._record(self, func, args, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
 

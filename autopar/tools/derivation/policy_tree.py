@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from autopar.compat.tensors import own_modules, own_parameters
 from autopar.plan.matching import around, join
-from autopar.policy.match import base_of, config_of
+from autopar.policy.match import base_of, config_of, library_of
 from autopar.tools.derivation.families import Family, Member, Named, named_families
 from autopar.tools.derivation.trace import BlockList, Decisions, Trace, is_linear
 
@@ -44,7 +44,9 @@ def policy_tree(
     covered = _covered(root, rules, inside_blocks)
     before, after, head = sections_around(seen, covered, lists, start)
     units = {"vocab": vocab} if vocab else {}
-    tree: dict[str, Any] = {"match": {"model_type": [root.config.model_type]}}
+    library = library_of(root)
+    listed = {library.name: [type(root).__name__]} if library else {"model_type": [root.config.model_type]}
+    tree: dict[str, Any] = {"match": listed}
     if not towers:
         tree |= {"units": units, "prefix": {**before, **after}}
     elif len(towers) == 1 and "config" not in towers[0]:

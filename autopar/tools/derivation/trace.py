@@ -17,7 +17,7 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
 from autopar.errors import UnsupportedModelError, type_and_text
 from autopar.plan.stages import lies_in
-from autopar.policy.match import base_of, convolutional
+from autopar.policy.match import base_of, convolutional, is_hugging_face_model
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.derivation.feature_tracking import (
     ACTIVATION,
@@ -156,7 +156,7 @@ def block_lists(root: nn.Module) -> tuple[list[BlockList], tuple[str, ...]]:
                 found.setdefault(f"{path}.*.{below}", []).extend(blocks)
         else:
             found.setdefault(path, []).extend(members)
-    models = [path for path, module in root.named_modules() if isinstance(module, PreTrainedModel)]
+    models = [path for path, module in root.named_modules() if is_hugging_face_model(module)]
     around = {path: [p for p in models if blocks[0].startswith(f"{p}." if p else "")] for path, blocks in found.items()}
     lists = [BlockList(path, tuple(blocks), max(around[path], key=len, default="")) for path, blocks in found.items()]
     return lists, tuple(block for each in lists for block in each.blocks)
@@ -202,7 +202,7 @@ def traced(model: PreTrainedModel) -> list[Traced]:
     copied = meta_copy(model)
     found, configs = [], set[int]()
     for path, module in copied.named_modules():
-        if isinstance(module, PreTrainedModel) and id(module.config) not in configs:
+        if is_hugging_face_model(module) and id(module.config) not in configs:
             configs.add(id(module.config))
             try:
                 found.append(Traced(path, module, sample_inputs(module)))
@@ -255,7 +255,7 @@ def trace(
 
 def _run(each: Traced, root: nn.Module, seen: Trace) -> Any:
     """Run a model, or its base model if the model fails. Return the outputs, or None if both fail."""
-    base: Any = each.model.base_model
+    base: Any = base_of(each.model)[1]
     for model in dict.fromkeys((each.model, each.model if each.path else base)):
         before = len(seen.order)
         try:
@@ -448,7 +448,7 @@ def _untracked(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that runs without tracking."""
 
     def run_hook(*args: Any) -> None:
-        with no_dispatch_modes():
+        with no_dispatch_modes(), torch.device("cpu"):
             hook(*args)
 
     return run_hook

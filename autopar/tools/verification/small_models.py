@@ -278,6 +278,8 @@ def derived_tree(model: PreTrainedModel) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: If no policy can be derived.
     """
+    if not isinstance(model, PreTrainedModel):  # of another library: without a loss, and without a small config
+        return derive(model).tree
     tree = None
     if sum(parameter.numel() for parameter in model.parameters()) >= LARGE:
         try:

@@ -1,0 +1,134 @@
+"""Each diffusion transformer with a policy against the single-process model: loss, gradients, LoRA, a step."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from tests.features.diffusers.models import SMALL, make
+from tests.features.peft.adapted import randomise_adapters
+from tests.fetched_packages import with_package
+from tests.parity import close
+from tests.pipeline_parallel.oracle import whole_tensors
+
+LAYERS = (
+    r".*(blocks|layers)\.\d+\..*(to_q|to_v|to_out\.0|to_add_out|to_qkv_mlp_proj|proj_mlp|proj_out|net\.2|w2|linear_in)"
+)
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    """The model with random adapters, of which only those are trained."""
+    import peft
+
+    model.requires_grad_(False)
+    add = getattr(model, "add_adapter", partial(peft.inject_adapter_in_model, model=model))
+    add(peft.LoraConfig(r=3, target_modules=LAYERS))
+    return randomise_adapters(model)
+
+
+def recomputed(model: Any) -> Any:
+    model.enable_gradient_checkpointing()
+    return model.train()
+
+
+def loss_of(outputs: Any, inputs: Any = None) -> torch.Tensor:
+    """A sum over the samples, so that micro-batches and replicas add up."""
+    return sum((each.square().sum() for each in outputs.sample), torch.zeros(()))
+
+
+def of_replica(value: Any, rank: int, ranks: int) -> Any:
+    """The samples of one replica."""
+    if isinstance(value, list) or (isinstance(value, torch.Tensor) and len(value) == 2):
+        return value[rank * 2 // ranks : (rank + 1) * 2 // ranks]
+    return value
+
+
+def check(name: str, heads: int = 6, *, adapt: Callable[[nn.Module], nn.Module] = nn.Module.train, **more: Any) -> Any:
+    """Compare the losses and gradients of two batches, and the weights after a step; returns the parallel model.
+
+    Args:
+        adapt: what becomes of the model before it is parallelized.
+        more: sizes, the policy, and the other sections of the configuration.
+    """
+    plain, inputs = make(name, heads)
+    plain = adapt(plain)
+    model = copy.deepcopy(plain)
+    sizes = {key: more.pop(key) for key in [*more] if key.endswith("_size")}
+    made = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    policy = more.pop("policy", None)
+    model, optimizer = autopar.initialize(model, {"model_parallelism": sizes, **more}, policy=policy, optimizer=made)
+    mpu, microbatches = model.mpu, 1 if model.mpu.pp.size == 1 else 2
+    for number in range(2):
+        batch = {key: value + number / 8 if torch.is_tensor(value) and value.is_floating_point() else value
+                 for key, value in inputs.items()}  # fmt: skip
+        own = {key: of_replica(value, mpu.dp.rank, mpu.dp.size) for key, value in batch.items()}
+        expected = loss_of(plain(**batch))
+        (expected / mpu.dp.size / microbatches).backward()
+        if mpu.pp.size > 1:
+            actual = model.execute_pipeline(own, loss_of, broadcast_loss=True).loss * microbatches
+            with torch.no_grad():
+                close(loss_of(model(**own)) / expected.detach(), torch.ones(()), f"output of {name}")
+        else:
+            actual = loss_of(model(**own))
+            actual.backward()
+        if mpu.dp.size > 1:
+            dist.all_reduce(actual := actual.detach(), group=mpu.dp.group)
+        close(actual.detach() / expected.detach(), torch.ones(()), f"loss of {name}")
+    if mpu.dp.size == 1:
+        gradients = whole_tensors(model, lambda parameter: parameter.grad)
+        for key, parameter in plain.named_parameters():
+            assert (gradients[key] is None) == (parameter.grad is None), f"{key} of {name}"
+            if parameter.grad is not None:
+                largest = max(1.0, float(parameter.grad.abs().max()))
+                close(gradients[key] / largest, parameter.grad / largest, f"gradient of {key} of {name}")
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-3)
+    if mpu.dp.size > 1:
+        autopar.average_gradients(model)
+    for each in (optimizer, other):
+        each.step()
+    weights = whole_tensors(model, lambda parameter: parameter.data)
+    for key, parameter in plain.named_parameters():
+        close(weights[key], parameter.data, f"{key} of {name} after a step")
+    return model
+
+
+@pytest.mark.tier("test")
+@with_package("diffusers", world_size=2)
+def test_one_of_each_mesh() -> None:
+    check("flux", heads=5, tensor_parallel_size=2)
+    model = check("wan", adapt=with_lora, pipeline_parallel_size=2)
+    assert any(p.numel() for p in model.blocks[3].parameters()) is (model.mpu.pp.rank == 1)
+    assert next(model.patch_embedding.parameters()).dtype is torch.float32  # diffusers reads such dtypes
+    check("flux", adapt=recomputed, pipeline_parallel_size=2)
+
+
+@with_package("diffusers", world_size=3)
+def test_uneven_heads() -> None:
+    for name in SMALL:
+        check(name, heads=4, tensor_parallel_size=3)
+        check(name, heads=4, adapt=with_lora, tensor_parallel_size=3)
+    check("sd3", heads=4, policy="derive", tensor_parallel_size=3)
+
+
+@with_package("diffusers", world_size=2)
+def test_stages() -> None:
+    for name in SMALL:
+        check(name, pipeline_parallel_size=2)
+        check(name, adapt=with_lora, pipeline_parallel_size=2)
+    for split in ([1, 3], [3, 1]):  # a stage that starts inside a list of blocks
+        for name in ("flux", "flux2", "hunyuan_video", "aura_flow"):
+            check(name, pipeline_parallel_size=2, pipeline={"layers_per_stage": split})
+    check("flux2", pipeline_parallel_size=2, pipeline={"schedule": "interleaved", "chunks": 2})
+
+
+@with_package("diffusers", world_size=4)
+def test_replicas() -> None:
+    for name in SMALL:
+        check(name, tensor_parallel_size=2, zero={"stage": 1})
+    check("flux2", tensor_parallel_size=2, pipeline_parallel_size=2, pipeline={"schedule": "zero-bubble"})
