@@ -109,13 +109,13 @@ class Feature:
             attributes that its instances add.
         extensions: The rules of policies, by name.
         steps: The steps of ``initialize``, by name.
-        models: The models of a library in :data:`LIBRARIES`: an object with its ``name`` and methods. ``owns(module)`` is
-            called with the modules of a user's model. ``policy(model)`` returns the policy of such a model, or raises
-            UnsupportedModelError. ``sample(model, batch, length)`` returns small inputs on the meta device, or raises
-            ValueError. ``config_writer(model)`` returns a function that writes ``config.json`` into a folder.
-            ``wrote(path)`` returns whether the library wrote the ``config.json`` at a path, and ``build(path)`` makes
-            its model. ``tokens(model, frames, height, width)`` counts the tokens of an image or video. ``stem`` is the
-            start of the names of files of weights.
+        models: The models of a library in :data:`LIBRARIES`: an object with its ``name``, and the start ``stem`` of the
+            names of its files of weights. ``owns(module)`` is called with the modules of a user's model.
+            ``policy(model)`` returns the policy of such a model, or raises UnsupportedModelError.
+            ``sample(model, batch, length)`` returns small inputs on the meta device, or raises ValueError.
+            ``config_writer(model)`` returns a function that writes ``config.json`` into a folder. ``wrote(path)``
+            returns whether the library wrote the ``config.json`` at a path, and ``build(path)`` makes its model.
+            ``tokens(model, frames, height, width)`` counts the tokens of an image or video.
         forms: The forms in which a library stores weights (packed, with scales), by the library's module. If that
             module is loaded, ``find(module)`` is called with layers, at any time outside of a forward. It returns the
             :class:`autopar.stored.StoredWeight` of the layer, or None.
