@@ -80,7 +80,7 @@ def argument_names(module: Any) -> tuple[str, ...]:
 
 
 def not_taken(module: nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """Return the names that are no arguments of a module's forward; none of them if it has ``**kwargs``."""
+    """Return the names that a module's forward does not take. With ``**kwargs`` it takes all of them."""
     kind: Any = type(module)
     arguments = _arguments_of(kind)
     every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values())

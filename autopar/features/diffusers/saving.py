@@ -52,7 +52,9 @@ def adapt_methods(model: nn.Module, state: Parallelized, given: Given) -> None:
         state.undo.append(lambda model, own: unbind(model, _OWNER))
 
 
-def save_adapters(model: nn.Module, directory: Callable[[], object], timeout: float, others: Mapping[str, Any]) -> None:
+def save_adapters(
+    model: nn.Module, directory: Callable[[], object], timeout: float, options: Mapping[str, Any]
+) -> None:
     """Write ``pytorch_lora_weights.safetensors`` as a pipeline's ``save_lora_weights`` does. Every rank calls it.
 
     The adapter ``default`` is written into the folder, and another one into a sub-folder with its name.
@@ -65,7 +67,7 @@ def save_adapters(model: nn.Module, directory: Callable[[], object], timeout: fl
 
     def prepare() -> tuple[dict[str, Any], Path, Snapshot]:
         target = absolute(directory())
-        for name, value in others.items():
+        for name, value in options.items():
             if value not in (None, False, _USUAL.get(name)):
                 raise CheckpointError(
                     f"adapter_only=True is not supported with {name}={value!r}: files of adapters cannot store it\n"
