@@ -86,6 +86,7 @@ def train(model: Any, optimizer: Any, ema: Any, trained: Any, own: Any = None) -
         sigma = torch.rand(4, 1, 1, 1, 1, generator=generator)
         batch = {"hidden_states": (1 - sigma) * latents + sigma * noise, "timestep": 1000 * sigma.flatten()}
         batch |= {"encoder_hidden_states": text, "target": noise - latents, "weighting": 1 + sigma}
+        batch |= {name: batch[name].to(model.dtype) for name in ("hidden_states", "encoder_hidden_states")}
         batch = {key: own(value) for key, value in batch.items()} if own else batch
         if hasattr(model, "execute_pipeline"):
             loss = model.execute_pipeline(batch, loss_of, broadcast_loss=True).loss
@@ -137,6 +138,7 @@ def check_training(name: str) -> None:
     optimizers = [torch.optim.AdamW(weights, lr=1e-3, eps=1e-3) for weights in trained]
     expected = train(plain, optimizers[0], average := EMAModel(trained[0], decay=0.5), trained[0])
     model, optimizer = autopar.initialize(model, config, optimizer=optimizers[1])
+    trained[1] = [weight for weight in model.parameters() if weight.requires_grad]  # FSDP2 makes new objects
     ours = EMAModel(trained[1], decay=0.5)
     replica = dist.get_rank() if not sizes else None
     own = None if replica is None else lambda value: value.chunk(2)[replica]
