@@ -14,7 +14,7 @@ from tests.scripts import printed
 LINES = {
     "cli": 564,
     "setup": 425,
-    "checkpoint": 4719,
+    "checkpoint": 4728,
     "config": 594,
     "data_parallel": 2579,
     "deferred_init": 996,
@@ -29,7 +29,7 @@ LINES = {
     "policy": 1480,
     "storage": 1286,
     "tensor_parallel": 2783,
-    "tools": 12696,
+    "tools": 12716,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"
