@@ -68,6 +68,10 @@ def test_merged_folders_are_those_of_diffusers(tmp_path: Path) -> None:
             model.from_parallelized(folder / "resharded")
             close(model(**inputs).sample, plain(**inputs).sample, f"loaded with {sizes}")
         assert model.num_parameters() == plain.num_parameters()
+        for name in ("shards", "several"):
+            read = autopar.from_pretrained(type(plain), folder / name, {"model_parallelism": sizes})
+            with torch.no_grad():
+                close(read(**inputs).sample, plain(**inputs).sample, f"read from {name}")
         with pytest.raises(ConfigError, match="save_pretrained: this rank holds only its shards"):
             model.save_pretrained(folder / "shard")
 
