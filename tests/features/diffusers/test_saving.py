@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import autopar
 from autopar.checkpoint import merge_checkpoint, reshard_checkpoint
+from autopar.cli import app
 from autopar.errors import ConfigError
 from tests.exchange import by_rank_0
 from tests.features.diffusers.models import make
@@ -74,6 +76,16 @@ def test_merged_folders_are_those_of_diffusers(tmp_path: Path) -> None:
                 close(read(**inputs).sample, plain(**inputs).sample, f"read from {name}")
         with pytest.raises(ConfigError, match="save_pretrained: this rank holds only its shards"):
             model.save_pretrained(folder / "shard")
+
+
+@with_package("diffusers", world_size=1)
+def test_a_plan_needs_only_the_config(tmp_path: Path) -> None:
+    make("wan")[0].save_config(tmp_path)
+    sizes = ["--frames", "5", "--height", "32", "--width", "64", "--lora", "2", "--json"]
+    printed = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "2", "--global-batch", "2", *sizes]).stdout
+    plan = json.loads(printed[printed.index("{") :])
+    assert plan["sequence"] == 2 * 2 * 4 and {each["tp"] for each in plan["best"]} == {1, 2}
+    assert any(each["checkpointing"] for each in plan["best"])
 
 
 @with_package("diffusers", world_size=2)
