@@ -14,7 +14,7 @@ from tests.scripts import printed
 LINES = {
     "cli": 564,
     "setup": 425,
-    "checkpoint": 4728,
+    "checkpoint": 4730,
     "config": 594,
     "data_parallel": 2579,
     "deferred_init": 996,

@@ -218,6 +218,8 @@ class MarkPartial(_Shared):
                     f"{package}'s {function} is not supported: this rank holds only its shards of {shard.name} "
                     f"({describe_ranks(ranks)}).\n{USE_INSTEAD}"
                 )
+            if function == "get_peft_model_state_dict":
+                mark.warn("PEFT reads state_dict()")
             if module.startswith("torch.distributed.checkpoint") and function in _DCP:
                 _refuse_full(shard, model)
                 if shard.plan.shards > 1:

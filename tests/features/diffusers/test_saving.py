@@ -114,6 +114,8 @@ def test_adapters_are_in_files_of_pipelines(tmp_path: Path) -> None:
             assert json.loads(file.metadata()["lora_adapter_metadata"])["transformer.r"] == 3
         with pytest.raises(ConfigError, match=r"save_lora_adapter: this rank holds only its shards"):
             model.save_lora_adapter(folder)
+        with pytest.warns(autopar.ShardWarning, match="PEFT reads state_dict"):
+            get_peft_model_state_dict(model)
         loaded = autopar.initialize(make("wan")[0], config)
         state, metadata = WanPipeline.lora_state_dict(folder, return_lora_metadata=True)
         WanPipeline.load_lora_into_transformer(state, loaded, metadata=metadata)
