@@ -8,39 +8,31 @@ import torch.distributed as dist
 
 import autopar
 from tests.features.diffusers.models import make
+from tests.features.diffusers.test_saving import MESHES
 from tests.fetched_packages import with_package
 from tests.parity import all_close, close
-
-MESHES: list[dict[str, int]] = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
 
 
 def pipelines() -> dict[str, Any]:
     """A pipeline of images and one of videos, with an encoder of text and arguments of its call."""
-    from diffusers import (
-        AutoencoderKL,
-        AutoencoderKLWan,
-        FlowMatchEulerDiscreteScheduler,
-        StableDiffusion3Pipeline,
-        UniPCMultistepScheduler,
-        WanPipeline,
-    )
+    import diffusers
     from transformers import UMT5Config, UMT5EncoderModel
 
     torch.manual_seed(2)
     channels = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
-    video = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **channels)
+    video = diffusers.AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **channels)
     blocks = {"block_out_channels": (4, 4), "norm_num_groups": 2, "latent_channels": 4}
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-    image = AutoencoderKL(**blocks, **kinds, shift_factor=0.1, scaling_factor=1.5)
+    image = diffusers.AutoencoderKL(**blocks, **kinds, shift_factor=0.1, scaling_factor=1.5)
     text = UMT5EncoderModel(UMT5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2))
-    text_models = dict.fromkeys(
-        [*(f"{kind}{place}" for kind in ("text_encoder", "tokenizer") for place in ("", "_2", "_3"))]
+    kinds_of_text = ("text_encoder", "tokenizer")
+    text_models = dict.fromkeys(f"{kind}{place}" for kind in kinds_of_text for place in ("", "_2", "_3"))
+    scheduler = diffusers.UniPCMultistepScheduler(
+        flow_shift=7.0, use_flow_sigmas=True, prediction_type="flow_prediction"
     )
-    scheduler = UniPCMultistepScheduler(flow_shift=7.0, use_flow_sigmas=True, prediction_type="flow_prediction")
-    wan = WanPipeline(None, text.eval(), video.eval(), scheduler, make("wan")[0].eval())
-    sd3 = StableDiffusion3Pipeline(
-        make("sd3")[0].eval(), FlowMatchEulerDiscreteScheduler(), image.eval(), **text_models
-    )
+    wan = diffusers.WanPipeline(None, text.eval(), video.eval(), scheduler, make("wan")[0].eval())
+    images = (make("sd3")[0].eval(), diffusers.FlowMatchEulerDiscreteScheduler(), image.eval())
+    sd3 = diffusers.StableDiffusion3Pipeline(*images, **text_models)
     pooled = {"pooled_prompt_embeds": torch.randn(1, 12), "negative_pooled_prompt_embeds": torch.randn(1, 12)}
     return {"wan": (wan, {"num_frames": 5}), "sd3": (sd3, pooled)}
 
