@@ -208,7 +208,7 @@ def _from_shards(
     with lazy_init():
         model = _built(model_class, folder, dtype, options)
     point_to(model, shards, dtype)
-    if model.can_generate():
+    if getattr(model, "can_generate", bool)():
         if generation is not None:
             model.generation_config = copy.deepcopy(generation)
         elif (folder / "generation_config.json").is_file():
@@ -218,6 +218,10 @@ def _from_shards(
 
 def _built(model_class: Any, folder: Path, dtype: str | torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
     """Build the model of the folder's config, or of the config in ``options``; the constructor gets other options."""
+    library = registry.library_of_config(folder / "config.json")
+    if library is not None:
+        own = library.build(folder / "config.json")
+        return own if dtype == "auto" else own.to(dtype)
     hf_config, trust = copy.deepcopy(options.pop("config", None)), options.pop("trust_remote_code", None)
     if hf_config is None:
         names = ("attn_implementation", "experts_implementation")

@@ -15,6 +15,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from autopar.errors import ConfigError
@@ -108,10 +109,13 @@ class Feature:
             attributes that its instances add.
         extensions: The rules of policies, by name.
         steps: The steps of ``initialize``, by name.
-        models: The models of a library in :data:`LIBRARIES`: an object with its ``name`` and three methods.
-            ``owns(module)`` is called with the modules of a user's model. ``policy(model)`` returns the policy of such
-            a model, or raises UnsupportedModelError. ``sample(model, batch, length)`` returns small inputs on the meta
-            device, or raises ValueError.
+        models: The models of a library in :data:`LIBRARIES`: an object with its ``name``, and the start ``stem`` of the
+            names of its files of weights. ``owns(module)`` is called with the modules of a user's model.
+            ``policy(model)`` returns the policy of such a model, or raises UnsupportedModelError.
+            ``sample(model, batch, length)`` returns small inputs on the meta device, or raises ValueError.
+            ``config_writer(model)`` returns a function that writes ``config.json`` into a folder. ``wrote(path)``
+            returns whether the library wrote the ``config.json`` at a path, and ``build(path)`` makes its model.
+            ``tokens(model, frames, height, width)`` counts the tokens of an image or video.
         forms: The forms in which a library stores weights (packed, with scales), by the library's module. If that
             module is loaded, ``find(module)`` is called with layers, at any time outside of a forward. It returns the
             :class:`autopar.stored.StoredWeight` of the layer, or None.
@@ -253,6 +257,12 @@ def entry(table: str, name: str, what: str = "") -> Any:
     if what and name in HOMES:
         need(name, what)
     return None if found is None else load(found)
+
+
+def library_of_config(path: Path) -> Any:
+    """Return the entry of the table ``models`` whose library wrote a ``config.json``, or None."""
+    found = (entry("models", name) for name in LIBRARIES if path.is_file())
+    return next((library for library in found if library is not None and library.wrote(path)), None)
 
 
 def extensions() -> Mapping[str, Extension]:

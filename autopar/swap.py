@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import deepcopy
 from types import MethodType
@@ -98,14 +98,23 @@ class Proxy:
 
 def argument_names(module: Any) -> tuple[str, ...]:
     """Return the argument names of the forward of a module or a class of modules."""
-    return _names_of(module if isinstance(module, type) else type(module))
+    return tuple(_arguments_of(module if isinstance(module, type) else type(module)))
+
+
+def not_taken(module: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """Return the names that a module's forward does not take. With ``**kwargs`` it takes all of them."""
+    kind: Any = type(module)
+    arguments = _arguments_of(kind)
+    every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values())
+    return frozenset() if every else frozenset(names) - arguments.keys()
 
 
 @functools.cache
-def _names_of(kind: Any) -> tuple[str, ...]:
+def _arguments_of(kind: Any) -> Mapping[str, inspect.Parameter]:
     while (swapped := next((each for each in kind.__mro__ if "_autopar_plain" in vars(each)), None)) is not None:
         kind = swapped._autopar_plain  # also below FSDP2's class
-    return tuple(name for name in inspect.signature(inspect.unwrap(kind.forward)).parameters if name != "self")
+    found = inspect.signature(inspect.unwrap(kind.forward)).parameters
+    return {name: each for name, each in found.items() if name != "self"}
 
 
 def given_by_name(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:

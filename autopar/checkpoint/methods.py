@@ -30,6 +30,7 @@ from autopar.checkpoint.state_dict import (
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError, ConfigError
 from autopar.plan.plan import Plan
+from autopar.policy.match import is_hugging_face_model
 from autopar.swap import bind, unbind
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -181,8 +182,8 @@ def attach(
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
     bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle, _fqn_modifiers=fqn_modifiers)
     for module in attach_hooks(model, plan, mpu):
-        if isinstance(module, PreTrainedModel):
-            bind(module, _OWNER, **_WHOLE_MODEL_METHODS)
+        if is_hugging_face_model(module):
+            bind(module, _OWNER, **{name: m for name, m in _WHOLE_MODEL_METHODS.items() if hasattr(module, name)})
 
 
 def detach(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar import registry
 from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, PartFiles, parse_size, shard_name, versions
 from autopar.checkpoint.shards import ShardReader, write_shard
 from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype
@@ -98,14 +99,19 @@ def merge_checkpoint(
             shards.verify_along()
             shards.verify_share(WEIGHTS, progress=progress)
         with output_folder("merge", folder, destination, force) as staging:
-            files = write_merged(shards, staging.temp, size, format, progress, chosen)
             copy_small_files(folder, staging.temp, chosen if has_config else None)
+            files = write_merged(shards, staging.temp, size, format, progress, chosen)
     return {
         "destination": os.path.abspath(destination),
         "files": files,
         "tensors": sum(len(tensor.saved_names()) for tensor in manifest.tensors.values()),
         "parameters": manifest.total_parameters(),
     }
+
+
+def _stem(folder: Path) -> str:
+    """Return the start of the names of weights files for the ``config.json`` of another library, or ""."""
+    return getattr(registry.library_of_config(folder / "config.json"), "stem", "")
 
 
 class _Saved(NamedTuple):
@@ -135,7 +141,8 @@ def write_merged(
     metadata = {"format": "pt"} | _notes(manifest, saved)
     if "config.json" not in manifest.along:  # of a custom module; the mark allows a later save to replace the file
         metadata[MERGED] = manifest.model_type
-    pattern, index_name = _FORMATS[format]
+    names = (re.sub("^(pytorch_)?model", _stem(folder) or r"\g<0>", name) for name in _FORMATS[format])
+    pattern, index_name = names
     split = split_state_dict_into_shards_factory(
         saved, get_storage_size=lambda one: nbytes(*one[:2]), filename_pattern=pattern, max_shard_size=max_shard_size
     )
@@ -226,7 +233,7 @@ def copy_small_files(source: Path, folder: Path, dtype: torch.dtype | None = Non
                 (folder / path.name).mkdir(exist_ok=True)
                 copy_small_files(path, folder / path.name)
     path = folder / "config.json"
-    if dtype is None or not path.is_file():
+    if dtype is None or not path.is_file() or _stem(folder):
         return
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

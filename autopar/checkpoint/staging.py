@@ -30,8 +30,7 @@ REMOVED = ".autopar.json.removed"  # the manifest of a checkpoint whose files ar
 _OURS = re.compile(
     r"autopar\.json|\.autopar\.json\.removed|config\.json|generation_config\.json"
     r"|(model|base|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
-    r"|(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"
-    r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
+    r"|(model|(diffusion_)?pytorch_model)((-\d{5}-of-\d{5})?\.(safetensors|bin)|\.(safetensors|bin)\.index\.json)"
     r"|wrapper\.safetensors"
 )
 HIDDEN = re.compile(r"\.(.+)\.(tmp|old)-[0-9a-f]{16}(?:-(\d+)-([0-9a-f]{8}))?", re.DOTALL)

@@ -30,6 +30,7 @@ from autopar.distributed.mesh import MPU, owned_groups
 from autopar.errors import CheckpointError, listed
 from autopar.layout import Block, Layout, replica_rows
 from autopar.plan.plan import Plan, TensorPlan
+from autopar.policy.match import library_of
 from autopar.stored import stored_weights
 
 _log = logging.getLogger(__name__)
@@ -248,7 +249,8 @@ def config_writer(model: nn.Module) -> Callable[[Path], None]:
     """Return a function that writes ``config.json`` (and ``generation_config.json``) as ``save_pretrained`` would."""
     inner = model.get_submodule(state_of(model).hf_path)
     if not isinstance(inner, PreTrainedModel):
-        return lambda folder: None
+        library = library_of(inner)
+        return (lambda folder: None) if library is None else library.config_writer(inner)
     hf_model: Any = inner
     plain = next(c for c in type(hf_model).__mro__ if c.__module__.partition(".")[0] != "autopar")
     config = copy.deepcopy(hf_model.config)  # the user's object keeps its dtype and architectures

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from autopar.call_site import calls, frames_of, warn_user
 from autopar.compat.tensors import PLAIN, add_state_dict_hook, state_dict_hooks
@@ -29,6 +28,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError, ConfigError, listed
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
+from autopar.policy.match import is_hugging_face_model
 from autopar.swap import NotCopied
 
 MODEL_SHARD = "_autopar_shard"
@@ -218,6 +218,8 @@ class MarkPartial(_Shared):
                     f"{package}'s {function} is not supported: this rank holds only its shards of {shard.name} "
                     f"({describe_ranks(ranks)}).\n{USE_INSTEAD}"
                 )
+            if function == "get_peft_model_state_dict":
+                mark.warn("PEFT reads state_dict()")
             if module.startswith("torch.distributed.checkpoint") and function in _DCP:
                 _refuse_full(shard, model)
                 if shard.plan.shards > 1:
@@ -281,7 +283,7 @@ def attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> Iterator[nn.Module]:
     mark, name = MarkPartial(), type(model).__name__
     tensors = {alias: t for t in plan.saved().tensors.values() for alias in (t.name, *t.aliases)}
     for path, module in model.named_modules():
-        is_block = module is not model and not isinstance(module, PreTrainedModel)
+        is_block = module is not model and not is_hugging_face_model(module)
         shard = ModelShard(plan, mpu, name, tensors, path and f"{path}.", is_block)
         module.register_load_state_dict_pre_hook(shard)
         if not is_block:

@@ -191,6 +191,7 @@ class Step:
         shares: The factor of each micro-batch's loss in the loss of the replica's batch.
         call: The callable for a micro-batch; None for the model.
         defaults: The default arguments of each micro-batch.
+        targets: The names in a batch that only the loss reads.
         together: True if replicas run collectives in a backward (ZeRO 2 and 3, experts), so that all must run it.
         required: True if at least one loss must require a gradient.
         penalty: A function of parameters, added to the loss of the batch.
@@ -209,6 +210,7 @@ class Step:
     shares: list[float] = field(default_factory=list)
     call: Callable[..., Any] | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
+    targets: Collection[str] = ()
     together: bool = False
     required: bool = False
     penalty: Callable[[dict[str, nn.Parameter]], Any] | None = None
@@ -325,8 +327,9 @@ class Engine:
         forward = StageForward(self.context, plan.bounds[stage : stage + 2], last, received, streams, stage)
         loss_of = step.loss_of
         finish = None if loss_of is None else (lambda outputs: loss_of(outputs, inputs))
+        given = step.defaults | {name: value for name, value in inputs.items() if name not in step.targets}
         with torch.set_grad_enabled(step.backward):
-            result = run_stage(forward, step.call or self.model, (), step.defaults | inputs, finish)
+            result = run_stage(forward, step.call or self.model, (), given, finish)
         roots: list[torch.Tensor] = []
         if last:
             roots = self._finish(result, forward.loss, microbatch, step)

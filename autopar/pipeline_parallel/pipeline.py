@@ -53,7 +53,7 @@ from autopar.pipeline_parallel.stage_forward import (
 )
 from autopar.pipeline_parallel.stage_weights import TiedWeights, release, reload
 from autopar.plan.stages import StagePlan, refuse_collected
-from autopar.swap import bind, unbind
+from autopar.swap import bind, not_taken, unbind
 
 _OWNER = "the pipeline"
 
@@ -127,7 +127,7 @@ def execute_pipeline(
 
     Args:
         data: A dict of the model's arguments (a ``BatchEncoding``), or an iterator over such dicts, from which the next
-            one is read.
+            one is read. With ``criterion`` it may have further tensors for the loss (targets, weights).
         criterion: A function ``(outputs, inputs) -> loss`` of one micro-batch, a mean. By default ``outputs.loss``, or
             the only number in a tuple or dict of outputs.
         optimizer: The optimizer that will step; its ``scale_loss`` is applied, if it has one.
@@ -307,6 +307,7 @@ class Pipeline:
             loss_of=self._loss_of(criterion, backward) if wants_loss else None,
             backward=backward,
             defaults=self._defaults if backward and self._needs_no_cache(batch) else {},
+            targets=not_taken(self.engine.model, batch) if criterion is not None else (),
         )
 
     def _needs_no_cache(self, batch: dict[str, Any]) -> bool:

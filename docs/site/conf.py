@@ -82,6 +82,7 @@ CONTENTS = {
         "docs/reinforcement",
         "docs/peft",
         "docs/quantized",
+        "docs/diffusion",
         "docs/long-sequences",
         "docs/experts",
         "docs/attention-kernels",

@@ -40,6 +40,15 @@ def policy_table() -> str:
     return "\n".join(lines)
 
 
+def class_table() -> str:
+    """Return a row for each file with classes of diffusers."""
+    found: dict[str, set[str]] = {}
+    for policy in own_policies().values():
+        found.setdefault(Path(policy.where.file).stem, set()).update(policy.classes if policy.library else ())
+    rows = [f"| [{f}](../policies/{f}.yaml) | {', '.join(sorted(each))} |" for f, each in sorted(found.items()) if each]
+    return "\n".join(["| policy | classes |", "|---|---|", *rows])
+
+
 def tasks(types: list[str]) -> list[str]:
     """Return the tasks of the heads of these model types."""
     kinds = [kind for kind in types if not of_type(kind).inside]
@@ -59,5 +68,8 @@ def test_pages_count_right() -> None:
 
 
 def test_the_table_is_complete() -> None:
-    marks = r"(?<=<!-- policies -->\n).*?(?=<!-- /policies -->)"
-    same(PAGE, re.sub(marks, lambda _: policy_table() + "\n", PAGE.read_text(), flags=re.DOTALL))
+    text = PAGE.read_text()
+    for name, table in (("policies", policy_table), ("classes", class_table)):
+        marks = rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)"
+        text = re.sub(marks, f"{table()}\n".replace("\\", r"\\"), text, flags=re.DOTALL)
+    same(PAGE, text)

@@ -29,6 +29,7 @@ from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, codes
 from tests.features.generation.test_text_generation import tokenizer
 from tests.features.peft.adapted import batch
+from tests.fetched_packages import with_package
 from tests.harness.worlds import distributed
 from tests.integrations.runs import Sequences, launched
 from tests.parity import close
@@ -100,6 +101,24 @@ def test_peft(tmp_path: Path) -> None:
     names = run(DOCS / "peft.md", tmp_path, folder=tmp_path / "model", batches=[batch(0), batch(1)])
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in Path("adapters").iterdir()}
     assert type(names["model"]).__name__ == "PeftModelForCausalLM" and names["model"].mpu.tp.size == 2
+
+
+@with_package("diffusers", world_size=2)
+def test_diffusion(tmp_path: Path) -> None:
+    from diffusers import WanPipeline
+
+    from tests.features.diffusers.test_pipelines import pipelines
+
+    pipeline, prompt = pipelines()["wan"]
+    if dist.get_rank() == 0:
+        pipeline.transformer.save_pretrained(tmp_path / "transformer")
+    dist.barrier()
+    embeds, sizes = torch.ones(1, 5, 16), {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "pt"}
+    prompt |= sizes | {"prompt_embeds": embeds, "negative_prompt_embeds": -embeds}
+    WanPipeline.from_pretrained = lambda folder: pipeline
+    data = [(torch.randn(2, 4, 2, 8, 8), torch.randn(2, 5, 16))] * 2
+    names = run(DOCS / "diffusion.md", tmp_path, folder=tmp_path, prompt=prompt, dataset=data)
+    assert names["video"].shape == (1, 5, 3, 16, 16) and pipeline.get_active_adapters()
 
 
 @distributed(world_size=2)

@@ -22,7 +22,7 @@ from tutorials import offline
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "tutorials"
 NUMBERED = sorted(path.stem for path in TUTORIALS.glob("[0-9]*.py"))
-APART = ("05_grpo", "14_plan_and_rehearse")  # these run outside of the common job
+APART = ("05_grpo", "14_plan_and_rehearse", "15_video_lora")  # these run outside of the common job
 SCRIPTS = [*(name for name in NUMBERED if name not in APART), "demo"]
 SMALL = ["--context", "32", "--vocab-size", "300", "--batch-size", "2"]
 CLASSIFICATION = "06_hybrid_parallel_gpt2_classification"
@@ -144,6 +144,18 @@ def test_grpo(tmp_path: Path) -> None:
     text = run_script(str(TUTORIALS / "05_grpo.py"), ["--steps", "4", "--output", str(tmp_path)])
     if rank == "0":
         check_differences("05_grpo", text)
+
+
+@with_package("diffusers", world_size=2)
+def test_video_lora(tmp_path: Path) -> None:
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(ENVIRONMENT, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    steps = ["--steps", "4", "--base-steps", "4", "--batch-size", "2", "--output", str(tmp_path)]
+    text = run_script(str(TUTORIALS / "15_video_lora.py"), steps)
+    if rank == "0":
+        check_differences("15_video_lora", text)
+        assert "3 heads, this rank has 2 of them" in text and "such as transformer.blocks.0.attn1." in text
+        assert (tmp_path / "video_lora.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_readme_lists_every_tutorial() -> None:

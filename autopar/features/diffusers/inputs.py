@@ -16,7 +16,8 @@ from torch import nn
 
 from autopar.policy.match import config_of
 
-_TEXT = 7  # words
+_TEXT = 7  # words; in plans 512, the length of most texts in training
+_LONG, _WORDS = 256, 512
 _CHANNELS = ("in_channels", "in_dim", "io_channels")
 _TEXTS = (
     *("joint_attention_dim", "text_embed_dim", "text_dim", "caption_channels", "cap_feat_dim", "context_in_dim"),
@@ -44,7 +45,8 @@ class _Inputs:
     def __init__(self, model: nn.Module, batch: int, length: int) -> None:
         self.model, self.batch, self.length = model, batch, length
         self.config = config_of(model)
-        self.channels, self.words = self.first(*_CHANNELS), self.first("max_text_seq_length") or _TEXT
+        self.channels = self.first(*_CHANNELS)
+        self.words = self.first("max_text_seq_length") or (_WORDS if length >= _LONG else _TEXT)
 
     def first(self, *keys: str) -> Any:
         """Return the first value that the config has."""
@@ -65,7 +67,7 @@ class _Inputs:
         read = {layer.in_features for layer in layers if isinstance(layer, nn.Linear)}
         if self.channels in read and not patched:
             return _empty(self.batch, self.length, self.channels)
-        edge = side * (math.isqrt(self.length) + 1)  # some classes support only squares
+        edge = side * (math.isqrt(self.length - 1) + 1)  # some classes support only squares
         sizes = {"batch": self.batch, "channel": self.channels, "dim": self.channels, "frame": time, "height": edge}
         sizes |= {"width": edge, "seq": self.length, "length": self.length}
         lines = (inspect.getdoc(self.model.forward) or "").splitlines()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from autopar.errors import PolicyError, UnsupportedModelError, nearest
+from autopar.errors import ConfigError, PolicyError, UnsupportedModelError, nearest
 from autopar.features.diffusers.inputs import sample_inputs
 from autopar.policy.files import reference
 from autopar.policy.load import own_policies
@@ -25,6 +29,7 @@ class Models:
     """The models of diffusers (:attr:`autopar.registry.Feature.models`)."""
 
     name = LIBRARY
+    stem = "diffusion_pytorch_model"
 
     @staticmethod
     def owns(module: nn.Module) -> bool:
@@ -55,6 +60,40 @@ class Models:
     def sample(model: Any, batch: int, length: int) -> dict[str, Any]:
         """Return inputs for a dry run (:mod:`autopar.features.diffusers.inputs`)."""
         return sample_inputs(model, batch, length)
+
+    @staticmethod
+    def config_writer(model: Any) -> Callable[[Path], None]:
+        """Return a function that writes ``config.json`` as ``save_pretrained`` would."""
+        text: str = model.to_json_string()
+
+        def write(folder: Path) -> None:
+            (folder / "config.json").write_text(text, encoding="utf-8")
+
+        return write
+
+    @staticmethod
+    def wrote(config: Path) -> bool:
+        """Return whether diffusers wrote a ``config.json``."""
+        return b'"_diffusers_version"' in config.read_bytes()
+
+    @staticmethod
+    def build(config: Path) -> Any:
+        """Build the model of a ``config.json``. Raises ConfigError if diffusers lacks its class."""
+        diffusers: Any = importlib.import_module(LIBRARY)
+        content = json.loads(config.read_text(encoding="utf-8"))
+        kind = getattr(diffusers, content["_class_name"], None)
+        if kind is None:
+            raise ConfigError(f"{config}: diffusers {version(LIBRARY)} has no class {content['_class_name']}")
+        return kind.from_config(content)
+
+    @staticmethod
+    def tokens(model: Any, frames: int, height: int, width: int) -> int:
+        """Return the number of tokens of an image or video, with the autoencoder that usually precedes the model."""
+        kind, config = type(model).__name__, config_of(model)
+        rough = kind.startswith(("LTX", "Sana")) or (kind.startswith("Wan") and config.in_channels == 48)
+        side, time = 32 if rough else 16, 8 if kind.startswith("LTX") else 4  # pixels and frames of a token
+        times = ((frames - 1) // time + 1) // (getattr(config, "patch_size_t", None) or 1)
+        return max(times, 1) * (height // side) * (width // side)
 
 
 def classes() -> list[str]:

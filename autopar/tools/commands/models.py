@@ -30,6 +30,7 @@ from autopar.compat.tensors import own_parameters
 from autopar.compat.transformers import from_config
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import AutoparError, ConfigError, clip, in_one_line, nearest, type_and_text
+from autopar.policy.match import library_of
 from autopar.stored import Kind, stand_in
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
         kind, names = content.get("model_type"), content.get("architectures") or []
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if (library := registry.library_of_config(path)) is not None:
+        return [Head(content["_class_name"], partial(library.build, path), folder=str(folder))]
     if content.get("auto_map") and trust:
         own, found = _remote_classes(folder, content)
         return _of_config(own, names, every, str(folder), found)
@@ -326,6 +329,10 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT uses deprecated names of transformers
+            if library_of(model) is not None:  # as the scripts of diffusers do
+                diffusion: Any = model.requires_grad_(False)
+                diffusion.add_adapter(peft.LoraConfig(r=rank, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+                return diffusion
             return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
     except ValueError as error:
         raise ConfigError(f"--lora: PEFT does not support {type(model).__name__}: {error}") from error

@@ -30,8 +30,11 @@ _SHOWN = 12  # rejected meshes
 def plan(
     model: Model,
     gpus: Annotated[int, typer.Option(help="GPUs in all.")],
-    sequence: Annotated[int, typer.Option(help="Tokens of each sample.")],
     global_batch: Annotated[int, typer.Option(help="Samples of a step, of all replicas.")],
+    sequence: Annotated[int | None, typer.Option(help="Tokens of each sample.")] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels, for a diffusion transformer.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels, for a diffusion transformer.")] = None,
+    frames: Annotated[int, typer.Option(help="Frames of a video, for a diffusion transformer.")] = 1,
     node: Annotated[
         str, typer.Option(help="dgx-h100, dgx-a100, hgx-pcie, 4xl40s, 2x4090 ...; an unknown one lists all.")
     ] = "dgx-h100",
@@ -74,7 +77,6 @@ def plan(
     given = dict(locals())
     with errors(as_json):
         from autopar.config import ParallelConfig
-        from autopar.errors import ConfigError
         from autopar.tools.planner.estimate import Estimator
         from autopar.tools.planner.hardware import FIGURES, find_node
         from autopar.tools.planner.planned_model import PlannedModel
@@ -82,8 +84,7 @@ def plan(
 
         machine = find_node(gpu or node, gpus_per_node, **{name: given[name] for name in FIGURES})
         built = _model(model, lora, quantization, trust)
-        if sequence < 1:
-            raise ConfigError(f"sequence must be at least 1, not {sequence}")
+        sequence = _tokens(built, sequence, (frames, height, width))
         ParallelConfig(precision=precision, zero_stage=zero or 0)
         options: dict[str, Any] = {"sequence": sequence, "precision": precision, "optimizer": optimizer}
         estimator = Estimator(PlannedModel(built, policy, dry_run=False, **options), machine)
@@ -93,7 +94,7 @@ def plan(
         rehearsed(estimator, found)
         _write(estimator, space, found, output)  # first, because a pipe may close during printing
         _show(estimator, space, found, as_json)
-        if found.best and output is not None and not as_json:
+        if found.best and output is not None and not as_json and height is None:
             best, counts = found.best[0].candidate, lora is None and quantization is None  # none has adapters
             print("to count its memory and match its collectives:" if counts else "to match its collectives:")
             batch = f"--batch {best.microbatch * best.microbatches} --sequence {sequence}"
@@ -105,6 +106,18 @@ def plan(
             print(f"  {said}")
         if not found.best:
             raise typer.Exit(1)
+
+
+def _tokens(model: nn.Module, sequence: int | None, sizes: tuple[int, int | None, int | None]) -> int:
+    """Return the tokens of a sample: ``sequence``, or the tokens of a video with these frames, height and width."""
+    from autopar.errors import ConfigError
+    from autopar.policy.match import library_of
+
+    if sequence is None and None not in sizes and (library := library_of(model)) is not None:
+        sequence = library.tokens(model, *sizes)
+    if sequence is None or sequence < 1:
+        raise ConfigError(f"sequence must be at least 1, not {sequence}")
+    return sequence
 
 
 def _model(source: str, lora: int | None, quantization: str | None, trust: bool) -> nn.Module:

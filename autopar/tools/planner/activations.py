@@ -93,7 +93,8 @@ class ForwardCounter(BlockReplay):
         save: tuple[str, ...],
     ) -> None:
         super().__init__(shard, equal)
-        self._recomputed = {id(layer): number for number, layer in enumerate(recomputed_layers(shard))}
+        layers = recomputed_layers(shard) or [shard.get_submodule(path) for path in elements]
+        self._recomputed = {id(layer): number for number, layer in enumerate(layers)}
         self._save = save
         self._shard, self._encoder = shard, encoder
         self._storages = storages = Storages([p for p in shard.parameters() if not p.requires_grad], quantized)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from autopar import registry
 from autopar.compat.transformers import ATTENTION, EXPERTS
@@ -20,6 +19,7 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.plan.stages import StagePlan, rank_of_stage
+from autopar.policy.match import is_hugging_face_model
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel.apply import chunk_head, keep_logits_sharded
 from autopar.tensor_parallel.parallelize import apply
@@ -66,7 +66,7 @@ class PlannedModel:
     ) -> None:
         self.plans = ModelPlans.of(model, policy)
         self.prefix, inner, self.policy = self.plans.prefix, self.plans.inner, self.plans.policy
-        if not isinstance(inner, PreTrainedModel):
+        if not is_hugging_face_model(inner):
             raise ConfigError(
                 f"model must be a Hugging Face PreTrainedModel; got {type(model).__name__}, whose forward has unknown "
                 "inputs, so its activations cannot be counted"
@@ -125,7 +125,7 @@ class PlannedModel:
         registry.need("activation_checkpointing", "activation_checkpointing: true")
         from autopar.features.activation_checkpointing.setup import check
 
-        check(self.inner, (), self.policy.where, every)
+        check(self.inner, self.plans.stages(1).elements, self.policy.where, every)
 
     def rehearse(self, config: ParallelConfig) -> None:
         """Run the dry runs of ``initialize``. Raises its errors."""
@@ -203,5 +203,5 @@ def without_cache(model: nn.Module) -> None:
     """Disable the KV cache of a model."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        if config is not None:
+        if hasattr(config, "use_cache"):
             config.use_cache = False
