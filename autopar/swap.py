@@ -90,7 +90,8 @@ class Proxy:
     """An object with some attributes replaced."""
 
     def __init__(self, target: Any, **own: Any) -> None:
-        vars(self).update(own, _target=target)
+        self._target = target
+        vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)

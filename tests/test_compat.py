@@ -28,7 +28,7 @@ def test_a_probe_that_fails_says_what_stops_working(monkeypatch: pytest.MonkeyPa
     assert list(probes.failures()) == []
     monkeypatch.delattr(probes.tensors, "version_of")
     (line,) = probes.failures()
-    assert line.startswith("versions and bases of tensors: AttributeError: ")
+    assert line.startswith("versions, bases and memory of tensors: AttributeError: ")
     assert line.endswith("\n  stops working: gradients that are computed once, checks of weights")
 
 
