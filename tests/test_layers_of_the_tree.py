@@ -16,7 +16,7 @@ LINES = {
     "setup": 425,
     "checkpoint": 4738,
     "config": 594,
-    "data_parallel": 2586,
+    "data_parallel": 2589,
     "deferred_init": 996,
     "distributed": 2447,
     "dry_run": 1572,

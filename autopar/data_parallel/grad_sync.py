@@ -74,11 +74,14 @@ def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Param
 
 
 def buckets(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
-    """Split tensors into runs of at most ``limit`` bytes; a larger tensor is a run of one."""
+    """Split tensors into runs of at most ``limit`` bytes; a tensor of a quarter of that is a run of one."""
     bucket: list[_Tensor] = []
     filled = 0
     for tensor in tensors:
         size = local_part(tensor).nbytes
+        if 4 * size >= limit:
+            yield [tensor]
+            continue
         if bucket and filled + size > limit:
             yield bucket
             bucket, filled = [], 0
