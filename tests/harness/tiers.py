@@ -19,7 +19,7 @@ TIERS = {
     "sweep": Tier("make sweep", 20000),
 }
 _ORDER = list(TIERS)
-MOST = 1.0  # seconds of the cases of one test in all; the remaining ones are in sweep, unless it is every_case
+MOST = 0.6  # seconds of the cases of one test in all; the remaining ones are in sweep, unless it is every_case
 
 
 def tier_of(item: pytest.Item) -> str:
