@@ -75,7 +75,8 @@ def split(
         size = size or max(samples, 1)
         bounds = [*range(0, max(samples, 1), size), samples]
 
-    rows = sample_rows(batch, samples, config) if len(bounds) > 2 else {}
+    library = isinstance(config, Mapping)  # a model of diffusers
+    rows = sample_rows(batch, samples, None if library else config) if len(bounds) > 2 else {}
 
     def part(start: int, stop: int) -> dict[str, Any]:
         def narrow(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -89,6 +90,8 @@ def split(
             if name in own
             else narrow(value, 1)
             if name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim == 3  # time, height, width
+            else map_tensors(value, narrow)
+            if library and isinstance(value, tuple)  # such as cosines and sines; lists have an entry per sample
             else _slice(name, value, samples, slice(start, stop), narrow)
             for name, value in batch.items()
             if name not in own or own[name][0] < own[name][1]

@@ -26,7 +26,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import base_seed
-from autopar.errors import ConfigError, not_parallelized
+from autopar.errors import ConfigError, nearest, not_parallelized
 from autopar.pipeline_parallel import outputs
 from autopar.pipeline_parallel.batch_checks import compare_call, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
@@ -53,7 +53,8 @@ from autopar.pipeline_parallel.stage_forward import (
 )
 from autopar.pipeline_parallel.stage_weights import TiedWeights, release, reload
 from autopar.plan.stages import StagePlan, refuse_collected
-from autopar.swap import bind, not_taken, unbind
+from autopar.policy.match import is_hugging_face_model
+from autopar.swap import argument_names, bind, not_taken, unbind
 
 _OWNER = "the pipeline"
 
@@ -224,7 +225,7 @@ class Pipeline:
         elements = self.plan.elements
         encoder = None if self.plan.encoder is None else elements[self.plan.encoder]
         for path, module in model.named_modules():
-            if not (module is model or isinstance(module, PreTrainedModel) or path == encoder):
+            if not (module is model or is_hugging_face_model(module) or path == encoder):
                 continue
             start = f"{path}." if path else ""
             inside = [place for place, name in enumerate(elements) if name == path or name.startswith(start)]
@@ -307,7 +308,7 @@ class Pipeline:
             loss_of=self._loss_of(criterion, backward) if wants_loss else None,
             backward=backward,
             defaults=self._defaults if backward and self._needs_no_cache(batch) else {},
-            targets=not_taken(self.engine.model, batch) if criterion is not None else (),
+            targets=_targets(self.engine.model, batch) if criterion is not None else (),
         )
 
     def _needs_no_cache(self, batch: dict[str, Any]) -> bool:
@@ -394,6 +395,18 @@ class Pipeline:
             merged = outputs.merge_outputs([step.outputs[number] for number in range(len(sizes))], sizes, step.shares)
             result.outputs = outputs.incomplete(merged, step.unavailable)
         return result
+
+
+def _targets(model: nn.Module, batch: dict[str, Any]) -> frozenset[str]:
+    """Return the entries that only the criterion reads. A name close to a missing argument raises ConfigError."""
+    found, missing = not_taken(model, batch), [name for name in argument_names(model) if name not in batch]
+    for name in sorted(found):
+        if hint := nearest(name, missing, cutoff=0.8):
+            raise ConfigError(
+                f"execute_pipeline: the forward of {type(model).__name__} does not take '{name}'.{hint}\n"
+                "  Rename the entry. If only the criterion reads it, choose another name."
+            )
+    return found
 
 
 def _weights(shares: list[float], counts: list[float], replica: int) -> list[float]:

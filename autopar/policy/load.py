@@ -88,6 +88,10 @@ def parse_policy(name: str, root: Node) -> Policy:
     library = next((key for key in registry.LIBRARIES if key in match), "")
     if "match" in top and not {"model_type", library} & set(match):
         raise PolicyError("'match' has no 'model_type'", top["match"].where)
+    if library and (others := {"model_type", "class", "transformers"} & set(match)):
+        raise PolicyError(
+            f"'match' has '{library}' and '{min(others)}', but a policy is for one library", top["match"].where
+        )
     model_types = _parse_names(match, "model_type")
     classes = _parse_names(match, library or "class")
     transformers, ranges = _parse_versions(match, model_types or classes, library) if "match" in top else ("", {})

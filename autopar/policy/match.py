@@ -53,6 +53,7 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
         UnsupportedModelError: The number of models is not one.
     """
     found = _hugging_face_models(root)
+    found = [each for each in found if _has_policy(each[1])] or found if len(found) > 1 else found
     if len(found) == 1:
         return found[0]
     if not found:
@@ -82,6 +83,15 @@ def _hugging_face_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
         if not inside and is_hugging_face_model(module):
             found.append((path, module))
     return found
+
+
+def _has_policy(model: nn.Module) -> bool:
+    """Return whether a model is of transformers, or of a library and has a policy: an autoencoder has none."""
+    library = library_of(model)
+    try:
+        return library is None or library.policy(model) is not None
+    except UnsupportedModelError:
+        return False
 
 
 def library_of(model: object) -> Any:

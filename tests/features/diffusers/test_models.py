@@ -15,6 +15,7 @@ from autopar.policy.load import own_policies, read_user_policy
 from autopar.policy.match import find_policy
 from tests.features.diffusers.models import SMALL, make
 from tests.fetched_packages import with_package
+from tests.small import gpt2
 
 UNSAMPLED = {"lumina2"}  # its forward reads the lengths of the texts
 
@@ -67,6 +68,7 @@ def test_what_is_refused() -> None:
 
     net = diffusers.UNet2DModel(sample_size=8, block_out_channels=(8, 8, 8, 8), norm_num_groups=2, layers_per_block=1)
     assert refusal(net).startswith("UNet2DModel is a convolutional net (a UNet or an autoencoder), which autopar does")
+    assert ModelPlans.of(nn.ModuleDict({"net": net, "lm": gpt2()})).prefix == "lm"
     other = diffusers.DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=4, num_layers=1, sample_size=8)
     text = refusal(other)
     assert "no policy lists the class DiTTransformer2DModel of diffusers. Did you mean" in text

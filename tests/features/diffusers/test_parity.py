@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from autopar.errors import ConfigError
+from autopar.pipeline_parallel.microbatch import split
 from tests.features.diffusers.models import SMALL, make
 from tests.features.peft.adapted import randomise_adapters
 from tests.fetched_packages import with_package
@@ -20,6 +22,17 @@ from tests.pipeline_parallel.oracle import whole_tensors
 LAYERS = (
     r".*(blocks|layers)\.\d+\..*(to_q|to_v|to_out\.0|to_add_out|to_qkv_mlp_proj|proj_mlp|proj_out|net\.2|w2|linear_in)"
 )
+
+
+class Holder(nn.Module):
+    """A module of user code around a model."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
 
 
 def with_lora(model: nn.Module) -> nn.Module:
@@ -106,6 +119,16 @@ def test_one_of_each_mesh() -> None:
     assert any(p.numel() for p in model.blocks[3].parameters()) is (model.mpu.pp.rank == 1)
     assert next(model.patch_embedding.parameters()).dtype is torch.float32  # diffusers reads such dtypes
     check("flux", adapt=recomputed, pipeline_parallel_size=2)
+    plain, inputs = make("wan")
+    holder = autopar.initialize(Holder(copy.deepcopy(plain)), {"pp": 2})
+    with torch.no_grad():
+        close(holder.inner(**inputs).sample, plain(**inputs).sample, "a model inside a module of user code")
+    inputs["encoder_hidden_state"] = inputs.pop("encoder_hidden_states")
+    with pytest.raises(ConfigError, match=r"take 'encoder_hidden_state'. Did you mean 'encoder_hidden_states'\?"):
+        model.execute_pipeline(inputs, lambda outputs, inputs: outputs.sample.sum())
+    rotary = (torch.zeros(5, 4), torch.ones(5, 4))
+    parts = split({"hidden_states": torch.zeros(2, 3), "image_rotary_emb": rotary}, 2, 1, None, plain.config)
+    assert all(torch.equal(part["image_rotary_emb"][1], rotary[1]) for part in parts)
 
 
 @with_package("diffusers", world_size=3)
@@ -121,9 +144,9 @@ def test_stages() -> None:
     for name in SMALL:
         check(name, pipeline_parallel_size=2)
         check(name, adapt=with_lora, pipeline_parallel_size=2)
-    for split in ([1, 3], [3, 1]):  # a stage that starts inside a list of blocks
+    for sizes in ([1, 3], [3, 1]):  # a stage that starts inside a list of blocks
         for name in ("flux", "flux2", "hunyuan_video", "aura_flow"):
-            check(name, pipeline_parallel_size=2, pipeline={"layers_per_stage": split})
+            check(name, pipeline_parallel_size=2, pipeline={"layers_per_stage": sizes})
     check("flux2", pipeline_parallel_size=2, pipeline={"schedule": "interleaved", "chunks": 2})
 
 
