@@ -21,7 +21,7 @@ LINES = {
     "distributed": 2447,
     "dry_run": 1572,
     "features": 11372,
-    "compat": 917,
+    "compat": 919,
     "guards": 584,
     "integrations": 2288,
     "pipeline_parallel": 3434,

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, EncoderDecoderCache
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 ATTENTION = "_attn_implementation"  # of a config: name of the attention function
@@ -64,6 +64,8 @@ def fp32_modules(model: Any, *, strict: bool) -> set[str]:
 
 def dtype_plan(model: Any, dtype: Any) -> dict[str, Any]:
     """Return the dtype in which each parameter is loaded, by name."""
+    if not isinstance(model, PreTrainedModel):  # of diffusers
+        return dict.fromkeys(getattr(model, "_keep_in_fp32_modules", None) or (), torch.float32)
     return cast("dict[str, Any]", model._get_dtype_plan(dtype))
 
 

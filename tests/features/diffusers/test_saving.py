@@ -44,6 +44,8 @@ def same_files(folder: Path, expected: Path) -> None:
 @pytest.mark.tier("test")
 @with_package("diffusers", world_size=2)
 def test_merged_folders_are_those_of_diffusers(tmp_path: Path) -> None:
+    from diffusers import SD3Transformer2DModel
+
     plain, inputs = make("wan")
     for number, sizes in enumerate(MESHES):
         folder = tmp_path / str(number)
@@ -74,6 +76,13 @@ def test_merged_folders_are_those_of_diffusers(tmp_path: Path) -> None:
             read = autopar.from_pretrained(type(plain), folder / name, {"model_parallelism": sizes})
             with torch.no_grad():
                 close(read(**inputs).sample, plain(**inputs).sample, f"read from {name}")
+        config = {"model_parallelism": sizes}
+        kept = autopar.from_pretrained(type(plain), folder / "shards", config, dtype=torch.bfloat16)
+        assert {p.dtype for p in kept.parameters()} == {torch.bfloat16, torch.float32}  # diffusers keeps norms in fp32
+        with pytest.raises(ConfigError, match=f"holds shards of a {type(plain).__name__}, got SD3Transformer2DModel"):
+            autopar.from_pretrained(SD3Transformer2DModel, folder / "shards", config)
+        with pytest.raises(ConfigError, match=f"holds shards of a {type(plain).__name__}, got num_layers="):
+            autopar.from_pretrained(type(plain), folder / "shards", config, num_layers=2)
         with pytest.raises(ConfigError, match="save_pretrained: this rank holds only its shards"):
             model.save_pretrained(folder / "shard")
 
