@@ -5,6 +5,7 @@ import gc
 import importlib
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def test_a_module_is_changed_when_it_is_imported(tmp_path: Path, monkeypatch: py
     (tmp_path / "given_later" / "part.py").write_text("def name(): return 'plain'\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(patches, "_holders", weakref.WeakSet())  # without models that an earlier test left
     done = []
 
     def change() -> None:
