@@ -146,7 +146,7 @@ class Bucket:
                 part.copy_(source).mul_(self._scale)
             else:
                 torch.mul(source, self._scale, out=part)
-            if self._may_move(gradient) and not shares_memory(gradient):
+            if self._may_move(gradient):
                 gradient.set_(part.view(gradient.shape))
             self.sent.append(parameter)
             self.again |= hasattr(gradient, _AVERAGED)

@@ -108,6 +108,7 @@ def test_a_large_gradient_is_summed_in_its_memory_unless_another_shares_it(monke
             before = model["c"].grad.data_ptr()
             autopar.average_gradients(model)
             assert model["c"].grad.data_ptr() == before
+            assert model["a"].grad.data_ptr() != model["b"].grad.data_ptr()  # two sums in one memory would race
         for name, factor in {"a": 1.5, "b": 1.5, "c": 3.0}.items():
             assert torch.equal(model[name].grad.view(-1), torch.arange(1600.0) * factor), (name, early)
         model.zero_grad()
