@@ -225,7 +225,7 @@ def _built(model_class: Any, folder: Path, dtype: str | torch.dtype, options: di
             given = f"{next(iter(options))}=" if options else model_class.__name__
             raise ConfigError(
                 f"{folder} holds shards of a {type(own).__name__}, got {given}\n"
-                "  The config in the folder says what is built: pass its class, and no option of it."
+                "  Pass the class that was saved, without options of its config."
             )
         return own if dtype == "auto" else own.to(dtype)
     hf_config, trust = copy.deepcopy(options.pop("config", None)), options.pop("trust_remote_code", None)

@@ -64,7 +64,7 @@ def fp32_modules(model: Any, *, strict: bool) -> set[str]:
 
 def dtype_plan(model: Any, dtype: Any) -> dict[str, Any]:
     """Return the dtype in which each parameter is loaded, by name."""
-    if not isinstance(model, PreTrainedModel):  # of diffusers
+    if not isinstance(model, PreTrainedModel):  # of another library
         return dict.fromkeys(getattr(model, "_keep_in_fp32_modules", None) or (), torch.float32)
     return cast("dict[str, Any]", model._get_dtype_plan(dtype))
 

@@ -75,7 +75,7 @@ def split(
         size = size or max(samples, 1)
         bounds = [*range(0, max(samples, 1), size), samples]
 
-    library = isinstance(config, Mapping)  # a model of diffusers
+    library = isinstance(config, Mapping)  # not of transformers
     rows = sample_rows(batch, samples, None if library else config) if len(bounds) > 2 else {}
 
     def part(start: int, stop: int) -> dict[str, Any]:
