@@ -9,6 +9,10 @@ all-reduce. A gradient that arrives later, or was not expected, is summed in ano
 
 [Note: one owner] With ``zero.reduce_scatter`` an all-to-all sends each owner its part of a bucket, which it adds in the
 order of the ranks. Other ranks' gradients stay None. gloo's own reduce-scatter sends as much as its all-reduce.
+
+[Note: shared memory] On an axis with a transport, buckets start at the end, and are small. A gradient of 128 KiB is its
+own buffer. Such a sum waits for the other ranks, so that a start in a backward could wait for a later stage's, and it
+uses the core of the backward, so that nothing would overlap.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compat.tensors import is_view, local_part, shares_memory
+from autopar.distributed import gloo_collectives
 from autopar.distributed.axis import Axis
-from autopar.distributed.digest import extremes
+from autopar.distributed.collectives import extremes_over, run
 from autopar.distributed.failures import FailureLog
-from autopar.distributed.gloo_collectives import finish
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
 from autopar.plan.plan import Plan
@@ -43,6 +47,7 @@ Owners = Mapping[torch.Tensor, int]
 _AVERAGED = "autopar_averaged"  # attribute of a gradient that its owner has averaged
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _BUCKET = 25 * 1024 * 1024  # bytes; the C library maps and clears memory of more than 32 MiB again for each buffer
+_PART = 128 * 1024  # elements that a transport sums at once, and bytes of a gradient that is its own buffer with it
 _BROADCAST, _IN_FLIGHT = 8 * 1024 * 1024, 4  # bytes of a broadcast; broadcasts at the same time
 
 
@@ -99,6 +104,7 @@ class Bucket:
         owners: The owners of the parameters, of all or of none ([Note: one owner]).
         scale: The factor of the gradients, applied before the sum to avoid an overflow in fp16.
         wide: The dtype of the buffer if it is wider than the gradients; by default the gradients' dtype.
+        at_once: Sum at the start, over the axis's transport ([Note: shared memory]).
     """
 
     def __init__(
@@ -106,19 +112,20 @@ class Bucket:
         parameters: Sequence[nn.Parameter],
         dtype: torch.dtype,
         owners: Owners,
-        group: Any,
+        axis: Axis,
         scale: float,
         wide: torch.dtype | None = None,
+        at_once: bool = False,
     ) -> None:
         self.parameters, self._kept, self._rank = parameters, len(parameters), 0
         self._given: list[int] = []  # with owners: the number of elements to send to each rank
         if parameters[0] in owners:
-            self._rank, self._given = dist.get_rank(group), [0] * dist.get_world_size(group)
+            self._rank, self._given = axis.rank, [0] * axis.size
             self.parameters = sorted(parameters, key=lambda p: (owners[p] != self._rank, owners[p]))
             self._kept = sum(owners[parameter] == self._rank for parameter in parameters)
             for parameter in self.parameters[self._kept :]:
                 self._given[owners[parameter]] += local_part(parameter.detach()).numel()
-        self.dtype, self._group, self._scale = dtype, group, scale
+        self.dtype, self._axis, self._scale, self._at_once = dtype, axis, scale, at_once
         self.missing, self.again = set(parameters), False  # again: an owner has averaged one of the gradients before
         self.is_wide = wide is not None and dtype.itemsize < wide.itemsize
         self._sum = wide if self.is_wide else dtype
@@ -142,22 +149,28 @@ class Bucket:
                 self._gradients[place] = None
                 continue
             source = local_part(gradient).reshape(-1)
-            if self.is_wide:
-                part.copy_(source).mul_(self._scale)
-            else:
+            if not self._at_once and not self.is_wide:
                 torch.mul(source, self._scale, out=part)
+            elif source.data_ptr() != part.data_ptr():
+                part.copy_(source)
             if self._may_move(gradient):
                 gradient.set_(part.view(gradient.shape))
             self.sent.append(parameter)
             self.again |= hasattr(gradient, _AVERAGED)
             parameter.grad = None
+        if self._at_once:
+            for each in own.split(_PART):  # stays in the processor's cache between the product and the sum
+                run(gloo_collectives.all_reduce, self._axis, each.mul_(self._scale))
+            return self
+        if self.is_wide:
+            own.mul_(self._scale)
         if self._given and sum(sizes):
             due = [own.numel() * (rank != self._rank) for rank in range(len(self._given))]
             rows = own.new_empty(len(due) - 1, own.numel())
             self._rows, received = list(rows), rows.view(-1)
-            self._work = dist.all_to_all_single(received, flat, due, self._given, group=self._group, async_op=True)
+            self._work = dist.all_to_all_single(received, flat, due, self._given, group=self._axis.group, async_op=True)
         elif sum(sizes):
-            self._work = dist.all_reduce(own, group=self._group, async_op=True)
+            self._work = dist.all_reduce(own, group=self._axis.group, async_op=True)
         return self
 
     def _buffer(self, like: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -204,7 +217,7 @@ class Bucket:
 @torch.no_grad()
 def sum_gradients(
     runs: list[list[nn.Parameter]],
-    group: Any,
+    axis: Axis,
     scale: float = 1.0,
     names: Mapping[nn.Parameter, str] = MappingProxyType({}),
     dtype: torch.dtype | None = None,
@@ -233,13 +246,13 @@ def sum_gradients(
     had = {parameter for bucket in early for parameter in bucket.sent}
     sent = [int(parameter in had) for parameter in parameters] if early else []
     again = any(b.again for b in early) or any(hasattr(p.grad, _AVERAGED) for p in parameters if p in owners)
-    largest, smallest = extremes([*trained, *kinds, *sent, *([int(again)] if owners else ())], group)
+    largest, smallest = extremes_over(axis, [*trained, *kinds, *sent, *([int(again)] if owners else ())])
     count = len(parameters)
     mixed = [p for p, high, low in zip(parameters, largest, smallest, strict=False) if high != low]
     if mixed:
         name = names.get(mixed[0], f"a parameter of shape {list(mixed[0].shape)}")
         raise ConsistencyError(
-            f"{name} is frozen (requires_grad=False) on only some of the ranks {dist.get_process_group_ranks(group)} "
+            f"{name} is frozen (requires_grad=False) on only some of the ranks {list(axis.ranks)} "
             f"({len(mixed)} such parameters).\n"
             "  Freeze and unfreeze the same weights on all data-parallel replicas."
         )
@@ -256,7 +269,7 @@ def sum_gradients(
             if parameter.grad is not None and parameter.grad.dtype != late[parameter]:
                 set_gradient(parameter, parameter.grad.to(late[parameter]))
     started: list[Bucket] = []
-    for bucket in _in_buckets(runs, late, owners, group, scale, dtype):
+    for bucket in _in_buckets(runs, late, owners, axis, scale, dtype):
         started.append(bucket.start())
         if bucket.is_wide or (owners and len(started) == _IN_FLIGHT):
             started.pop(0).finish(late)  # because gradients stay in memory next to the buffer
@@ -275,14 +288,21 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _in_buckets(
-    runs: list[list[nn.Parameter]], dtypes: Mapping[nn.Parameter, torch.dtype], owners: Owners, *how: Any
+    runs: list[list[nn.Parameter]],
+    dtypes: Mapping[nn.Parameter, torch.dtype],
+    owners: Owners,
+    axis: Axis,
+    scale: float,
+    wide: torch.dtype | None,
 ) -> Iterator[Bucket]:
-    """Yield buckets of the parameters in ``dtypes``, last parameters of each run first; ``how``: args of Bucket."""
-    for run in runs:
-        kinds = {p: (dtypes[p], p in owners) for p in reversed(run) if p in dtypes}
+    """Yield buckets of the parameters in ``dtypes``, last parameters of each run first."""
+    at_once = axis.transport is not None and not owners
+    limit = 4 * _PART if at_once else _BUCKET
+    for parameters in runs:
+        kinds = {p: (dtypes[p], p in owners) for p in reversed(parameters) if p in dtypes}
         for kind in dict.fromkeys(reversed(kinds.values())):
-            for bucket in buckets([p for p, its in kinds.items() if its == kind], _BUCKET):
-                yield Bucket(bucket, kind[0], owners, *how)
+            for bucket in buckets([p for p, its in kinds.items() if its == kind], limit):
+                yield Bucket(bucket, kind[0], owners, axis, scale, wide, at_once)
 
 
 def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
@@ -291,6 +311,12 @@ def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
     for tensor, source in tensors:
         kinds.setdefault((source, tensor.dtype, tensor.device), []).append(tensor)
     rows = [[(source, bucket) for bucket in buckets(same, _BROADCAST)] for (source, *_), same in kinds.items()]
+    if axis.transport is not None:
+        for tensor, source in tensors:
+            flat = tensor.reshape(-1)
+            run(gloo_collectives.broadcast, axis, flat, axis.ranks[source])
+            _land(None, flat, [tensor])
+        return
     travelling: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
     for source, bucket in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*rows))):
         if len(travelling) == _IN_FLIGHT:
@@ -306,7 +332,7 @@ def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
 
 def _wait(work: Any, x: torch.Tensor) -> None:
     if work is not None:  # on an accelerator the stream waits, not the host
-        finish(work) if x.is_cpu else work.wait()
+        gloo_collectives.finish(work) if x.is_cpu else work.wait()
 
 
 def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
@@ -345,7 +371,7 @@ class ReplicaGradients:
         for number, held, dtype in self._early if early else ():
             axis = self._axes[number]
             if own.keys() >= set(held) and len({own[name] in owners for name in held}) == 1:  # not of a new group
-                started.append((number, Bucket([own[name] for name in held], dtype, owners, axis.group, 1 / axis.size)))
+                started.append((number, Bucket([own[name] for name in held], dtype, owners, axis, 1 / axis.size)))
         self._early = []  # until the replicas have agreed again
         waiting = deque(bucket for _, bucket in started)
         bucket_of = {parameter: bucket for bucket in waiting for parameter in bucket.parameters}
@@ -406,9 +432,9 @@ class ReplicaGradients:
             runs, wide = runs_of([alone], alike), axis.reduce_dtype
             early = [bucket for at, bucket in started if at == number]
             both = [*runs, *runs_of(shared, alike)]
-            found = sum_gradients(both, axis.group, 1 / axis.size, names, wide, early, owners)
-            if not self._meets_in_a_backward(model, axis):
-                following += [(number, bucket) for bucket in _in_buckets(runs, found, owners, axis.group, 1.0, wide)]
+            found = sum_gradients(both, axis, 1 / axis.size, names, wide, early, owners)
+            if (owners or axis.transport is None) and not self._meets_in_a_backward(model, axis):
+                following += [(number, bucket) for bucket in _in_buckets(runs, found, owners, axis, 1.0, wide)]
         following.sort(key=lambda entry: -min(place[parameter] for parameter in entry[1].parameters))
         self._early = [(at, [names[p] for p in b.parameters], b.dtype) for at, b in following if not b.is_wide]
 

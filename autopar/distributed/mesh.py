@@ -198,8 +198,10 @@ class MPU(NotCopied):
         else:
             self.control = dist.group.WORLD
         try:
-            for _, choose in registry.entries("transports"):
-                self.tp.transport = self.tp.transport or choose(self.tp, groups["tp"], cpu_transport, self.control)
+            for axis in dict.fromkeys(self._carried):
+                choice = "auto" if axis is not self.tp and cpu_transport == "shm" else cpu_transport
+                for _, choose in registry.entries("transports"):
+                    axis.transport = axis.transport or choose(axis, groups[axis.name], choice, self.control)
         except ConfigError:
             self.destroy()
             raise
@@ -279,6 +281,10 @@ class MPU(NotCopied):
         """Return the ranks that together hold a stage's weights as a one-dimensional ``DeviceMesh``."""
         return self.mesh["tp"] if self.shards is self.tp else self._line(self.shards)
 
+    @property
+    def _carried(self) -> tuple[Axis, Axis, Axis]:
+        return self.tp, self.dp_cp, self.copies  # whose collectives of CPU tensors a transport may carry
+
     def _line(self, axis: Axis) -> DeviceMesh:
         if axis.name not in self._lines:
             assert axis.group is not None
@@ -304,9 +310,10 @@ class MPU(NotCopied):
     def destroy(self) -> None:
         """Destroy the process groups of this MPU, but not the default group. Every rank calls it."""
         if self.alive:
-            if self.tp.transport is not None:
-                self.tp.transport.close()
-                self.tp.transport = None
+            for axis in self._carried:
+                if axis.transport is not None:
+                    axis.transport.close()
+                    axis.transport = None
             destroy(self._owned)
             self._owned.clear()
             self._mesh = None

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from autopar.compat.tensors import local_part, no_overrides, own_buffers, own_parameters
 from autopar.data_parallel.grad_sync import Alike, runs_of, sum_gradients
+from autopar.distributed.axis import Axis
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.errors import UnsupportedModelError
@@ -315,7 +316,7 @@ class TiedWeights:
     """
 
     def __init__(self, model: nn.Module, plan: StagePlan, mpu: MPU) -> None:
-        self._sets: list[tuple[Any, list[nn.Parameter]]] = []
+        self._sets: list[tuple[Axis, list[nn.Parameter]]] = []
         by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}
         own = dict(model.named_parameters())
         names: dict[tuple[int, ...], None] = {}
@@ -327,16 +328,16 @@ class TiedWeights:
                     by_holders.setdefault(holders, []).append(own[name])
         for holders in names:  # identical on all ranks, because all of them must create each group
             everywhere = len(holders) == mpu.pp.size
-            group = mpu.pp.group if everywhere else new_pipeline_group(mpu, "tied weights", holders)
+            group: Any = mpu.pp.group if everywhere else new_pipeline_group(mpu, "tied weights", holders)
             if holders in by_holders:
-                self._sets.append((group, by_holders[holders]))
+                self._sets.append((Axis.of(group, "pp"), by_holders[holders]))
         self._names = {id(parameter): name for name, parameter in own.items()}
         self._earlier: list[torch.Tensor | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TiedWeights:
         copied = TiedWeights.__new__(TiedWeights)
         memo[id(self)] = copied
-        copied._sets = [(group, [memo.get(id(p), p) for p in parameters]) for group, parameters in self._sets]
+        copied._sets = [(axis, [memo.get(id(p), p) for p in parameters]) for axis, parameters in self._sets]
         copied._earlier = []
         copied._names = {id(memo[key]) if key in memo else key: name for key, name in self._names.items()}
         return copied
@@ -344,7 +345,7 @@ class TiedWeights:
     def rebind(self, model: nn.Module) -> None:
         """Use the model's current parameters, because ``fully_shard`` replaced them."""
         now = dict(model.named_parameters())
-        self._sets = [(group, [now[self._names[id(p)]] for p in parameters]) for group, parameters in self._sets]
+        self._sets = [(axis, [now[self._names[id(p)]] for p in parameters]) for axis, parameters in self._sets]
         self._names = {id(parameter): name for name, parameter in now.items()}
 
     def digests(self) -> dict[str, str]:
@@ -375,8 +376,8 @@ class TiedWeights:
 
     def sum(self, alike: Alike) -> None:
         """Sum the pass's gradients over the holders, and add the earlier ones, at the end of :meth:`apart`."""
-        for group, parameters in self._sets:
-            sum_gradients(runs_of([parameters], alike), group)
+        for axis, parameters in self._sets:
+            sum_gradients(runs_of([parameters], alike), axis)
         for parameter, earlier in zip(self._parameters(), self._earlier, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)

@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.harness.worlds import pooled
 from tests.parity import close
 from tests.small import gpt2, llama
 
+GLOO = {"model_parallelism": {"cpu_transport": "gloo"}}  # over shared memory, no bucket starts in a backward
 IDS = torch.randint(0, 131, (12, 9), generator=torch.Generator().manual_seed(5))
 
 
@@ -50,7 +52,7 @@ class _Log:
 @pooled(world_size=2)
 def test_buckets_start_in_the_second_backward() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        model, early = (autopar.initialize(llama(), {}) for _ in range(2))
+        model, early = (autopar.initialize(llama(), GLOO) for _ in range(2))
         for step in range(4):
             model(**_batch(model, step)).loss.backward()
             autopar.average_gradients(model)
@@ -74,7 +76,7 @@ def test_other_parameters_in_each_step() -> None:
     found = []
     for early in (False, True):
         model = copy.deepcopy(plain)
-        model._autopar = autopar.initialize(gpt2(), {})._autopar  # which does not know its parameters
+        model._autopar = autopar.initialize(gpt2(), GLOO)._autopar  # which does not know its parameters
         for step, used in enumerate(["abcd", "abcd" if rank else "ab", "acd", "ac", "bd", "b", "abcd", "a", "abcd"]):
             model["b"].requires_grad_(step not in (2, 3))
             again = {4: "d", 6: "d" * rank}.get(step, "")  # a second backward, of one replica in step 6
@@ -94,10 +96,15 @@ def test_other_parameters_in_each_step() -> None:
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
-def test_a_large_gradient_is_summed_in_its_memory_unless_another_shares_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_sync, "_BUCKET", 4096)
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
+def test_a_large_gradient_is_summed_in_its_memory_unless_another_shares_it(transport: str) -> None:
     model = nn.ParameterDict({name: torch.ones(40, 40) for name in "abc"})
-    model._autopar = autopar.initialize(gpt2(), {})._autopar
+    model._autopar = autopar.initialize(gpt2(), {"model_parallelism": {"cpu_transport": transport}})._autopar
+    with mock.patch.multiple(grad_sync, _BUCKET=4096, _PART=1024):
+        _sum_shared(model)
+
+
+def _sum_shared(model: Any) -> None:
     scale = torch.arange(1600.0) * (1 + dist.get_rank())
     for early in (False, True, True):
         with autopar.average_in_backward(model) if early else nullcontext():
@@ -116,8 +123,32 @@ def test_a_large_gradient_is_summed_in_its_memory_unless_another_shares_it(monke
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
+@pytest.mark.parametrize("reduce", ["same", "fp32"])
+def test_sums_in_shared_memory_have_the_bits_of_gloo(reduce: str) -> None:
+    kinds = {"b16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64, "c64": torch.complex64}
+    rank, found = dist.get_rank(), []
+    for transport in ("gloo", "auto"):
+        parallel = {"cpu_transport": transport, "reduce_dtype": reduce}
+        model = nn.ParameterDict({kind: torch.ones(31, 40, dtype=dtype) for kind, dtype in kinds.items()})
+        model.update({"small": torch.ones(3), "one replica": torch.ones(50, 9), "unused": torch.ones(2)})
+        model._autopar = autopar.initialize(gpt2(), {"model_parallelism": parallel})._autopar
+        torch.manual_seed(rank)
+        for name, p in model.items():
+            p.grad = None if name in ("unused", "one replica"[: 20 * rank]) else torch.randn_like(p)
+        model["f32"].grad = torch.randn(40, 31).t()  # not contiguous
+        with mock.patch.object(grad_sync, "_PART", 100):
+            autopar.average_gradients(model)
+        axis, weights = model._autopar.mpu.dp, [torch.randn(7, 5).t(), torch.randn(300, 4)]
+        grad_sync.broadcast([(weight, source) for source, weight in enumerate(weights)], axis)
+        assert (axis.transport is None) == (transport == "gloo")
+        found.append([*(p.grad for p in model.values()), *weights])
+    assert all(one is other or torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
 def test_weights_frozen_on_one_replica_raise_on_both() -> None:
-    model = autopar.initialize(gpt2(), {})
+    model = autopar.initialize(gpt2(), GLOO)
     for step in range(2):
         model.transformer.ln_f.weight.requires_grad_(step == 0 or model.mpu.dp.rank == 0)
         loss = model(**_batch(model, step)).loss
@@ -154,7 +185,7 @@ def test_stages_start_buckets_in_their_last_backward(schedule: str) -> None:
 @pooled(world_size=2)
 def test_replicas_that_all_skip_a_failed_step_continue() -> None:
     """They fail at different places of the backward, with other buckets on the way."""
-    model, early = (autopar.initialize(llama(), {}) for _ in range(2))
+    model, early = (autopar.initialize(llama(), GLOO) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grad_sync, "_BUCKET", 4096)
         for step in range(4):
@@ -178,7 +209,9 @@ def test_replicas_that_all_skip_a_failed_step_continue() -> None:
 @pooled(world_size=2)
 def test_groups_that_a_backward_uses_start_no_bucket_inside() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        model = autopar.initialize(llama(), {"model_parallelism": {"context_parallel_size": 2}})
+        model = autopar.initialize(
+            llama(), {"model_parallelism": {"context_parallel_size": 2, "cpu_transport": "gloo"}}
+        )
         batch = {"input_ids": IDS[:2, :8], "labels": IDS[:2, :8]}
         for _ in range(2):
             log = _Log(patch)

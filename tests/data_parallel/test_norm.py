@@ -76,7 +76,7 @@ def test_the_mean_over_the_axis_in_pieces_of_each_dtype():
     parameters[2].grad.fill_(60000.0)  # the sum of two overflows, the mean does not
     parameters[4].grad = torch.arange(6.0).view(2, 3).t() * (1 + rank)  # not contiguous
     strides = parameters[4].grad.stride()
-    sum_gradients([parameters], axis.group, 1 / axis.size)
+    sum_gradients([parameters], axis, 1 / axis.size)
     assert parameters[4].grad.stride() == strides
     assert torch.equal(parameters[0].grad, torch.full((2, 3), 2.0))
     assert parameters[1].grad == 4.0 and parameters[2].grad[0] == 60000.0

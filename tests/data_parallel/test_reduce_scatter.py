@@ -30,8 +30,9 @@ def adamw(parameters: Any) -> Any:
 
 
 def start(plain: Any, make: Any = adamw, reduces: bool = True, **config: Any) -> tuple[Any, Any]:
-    model, zero = copy.deepcopy(plain), {"stage": 1, "reduce_scatter": reduces}
-    return autopar.initialize(model, {**config, "zero": zero}, optimizer=make(model.parameters()))
+    model, config = copy.deepcopy(plain), {"zero": {"stage": 1, "reduce_scatter": reduces}, **config}
+    config.setdefault("model_parallelism", {"cpu_transport": "gloo"})  # so that all buckets start in the backward
+    return autopar.initialize(model, config, optimizer=make(model.parameters()))
 
 
 def batch(model: Any, step: int) -> dict[str, torch.Tensor]:

@@ -63,6 +63,7 @@ _METHODS = {  # collective of autopar.distributed.gloo_collectives -> method
     "all_reduce": "_all_reduce",
     "reduce_scatter_tensor": "_reduce_scatter",
     "all_gather_into_tensor": "_all_gather",
+    "broadcast": "_broadcast",
 }
 
 
@@ -113,8 +114,9 @@ class HostTransport(NotCopied):
     def run(self, collective: str, *args: Any) -> bool:
         """Run a collective by torch's name, with identical sizes on all ranks.
 
-        ``all_reduce(x)`` sums in place; ``all_gather_into_tensor(out, x)`` and ``reduce_scatter_tensor(out, x)`` need
-        flat contiguous tensors. Returns False on all ranks if shared memory does not support the collective.
+        ``all_reduce(x)`` sums in place; ``broadcast(x, source)`` from a global rank, ``all_gather_into_tensor(out, x)``
+        and ``reduce_scatter_tensor(out, x)`` need contiguous tensors, the last two flat ones.
+        Returns False on all ranks if shared memory does not support the collective.
 
         Raises:
             DistBackendError: A rank has ended, failed or timed out (timeout of the axis's group).
@@ -209,12 +211,21 @@ class HostTransport(NotCopied):
             self._meet(signature ^ 5)
             _add_in_order([slot[self._rank] for slot in slots], out[start : start + width])
 
-    def _put(self, x: torch.Tensor) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
+    def _broadcast(self, x: torch.Tensor, source: int) -> None:
+        place = self._axis.ranks.index(source)
+        for part in x.view(-1).split(_SLOT // x.itemsize):
+            signature, _, slots = self._put(part, writes=place == self._rank)
+            self._meet(signature ^ 6 ^ place << 3)
+            if place != self._rank:
+                part.copy_(slots[place])
+
+    def _put(self, x: torch.Tensor, *, writes: bool = True) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
         """Start a collective: write ``x`` into the next buffer, and return its signature and slots."""
         signature, blocks, slots = self._views.get((x.dtype, x.shape)) or self._make_views(x)
         self._count += 1
         turn = self._count & 1
-        slots[turn][self._rank].copy_(x)
+        if writes:
+            slots[turn][self._rank].copy_(x)
         return signature, blocks[turn], slots[turn]
 
     def _make_views(self, x: torch.Tensor) -> _Views:
@@ -377,7 +388,7 @@ def _offer(axis: Axis) -> _Offer:
     elif os.environ.get(TRACE):  # maybe set on this rank only
         problem = f"{TRACE} is set, and a trace sees what torch carries"
     elif "gloo" not in str(dist.get_backend_config(axis.group)):
-        problem = f"the tensor-parallel group is {dist.get_backend(axis.group)}, not gloo"
+        problem = f"the group of its {axis.name} axis is {dist.get_backend(axis.group)}, not gloo"
     elif axis.rank == 0:
         size = segment_bytes(axis.size)
         try:

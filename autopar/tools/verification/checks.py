@@ -134,14 +134,14 @@ def backward(session: Session) -> list[Row]:
     outputs, losses = list[Named](), list[Named]()
     for number in range(len(session.batches)):
         expected, loss = session.train_plain(number)
-        with recording_of(session.mpu.tp) as sent:  # keep the last batch
+        with recording_of(session.mpu.tp, session.mpu.dp_cp) as sent:  # keep the last batch
             actual, own = session.train_parallel(number)
         assert own is not None
         floor = _SMALL * size_of_loss(expected, session.lacking)  # terms may cancel, except for rounding
         losses.append(Named(f"batch {number}", measure(session.mean_loss(number, own), loss, floor)))
         if actual is not None and session.mpu.dp.size == 1:
             outputs += [each for each in _outputs(expected, actual) if not each.name.endswith("loss")]
-    with recording_of(session.mpu.tp) as averaged:
+    with recording_of(session.mpu.tp, session.mpu.dp_cp) as averaged:
         if not session.piped and session.mpu.cp.size > 1:  # execute_pipeline averages them
             average_gradients(session.parallel)
     session.sent = [*sent, *averaged]
@@ -185,7 +185,7 @@ def step(session: Session) -> list[Row]:
     if session.config.gradient_clipping:
         torch.nn.utils.clip_grad_norm_(session.plain.parameters(), session.config.gradient_clipping)
     plain.step()
-    with recording_of(session.mpu.tp) as sent:
+    with recording_of(session.mpu.tp, session.mpu.dp_cp) as sent:
         parallel.step()
     session.sent += sent
     allowed = OF_GRADIENTS * session.tolerance

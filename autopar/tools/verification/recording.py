@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -116,26 +117,24 @@ class _Recorder(TensorTracking):
 
 
 @contextmanager
-def recording_of(axis: Axis | None = None) -> Iterator[list[Collective]]:
-    """Record the collectives inside the block, over torch's process groups and the shared memory of ``axis``."""
-    transport: Any = None if axis is None else axis.transport
+def recording_of(*axes: Axis) -> Iterator[list[Collective]]:
+    """Record the collectives inside the block, over torch's process groups and the shared memory of ``axes``."""
+    transports = [axis.transport for axis in axes if axis.transport is not None]
     with _Recorder() as recorder:
-        if transport is None:
-            yield recorder.found
-            return
-        plain = transport.run
 
-        def run(name: str, *args: Any) -> bool:
+        def run(plain: Any, name: str, *args: Any) -> bool:
             done: bool = plain(name, *args)
             if done:
                 recorder.note(name, args)
             return done
 
-        transport.run = run
+        for transport in transports:
+            transport.run = partial(run, transport.run)
         try:
             yield recorder.found
         finally:
-            del transport.run
+            for transport in transports:
+                del transport.run
 
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send", "receive")

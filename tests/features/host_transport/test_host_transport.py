@@ -74,6 +74,9 @@ def _others_like_gloo() -> None:
             layout = collectives.even_layout(2 * size, size)
             wanted = collectives.all_gather(mine.view(torch.uint8), gloo, layout, 0)  # gloo does not know all dtypes
             assert torch.equal(collectives.all_gather(mine, shm, layout, 0).view(torch.uint8), wanted)
+            sent = mine.clone()
+            assert shm.transport.run("broadcast", sent, shm.ranks[size - 1])
+            assert torch.equal(sent.view(torch.uint8), wanted[-2:])
             if dtype in SUMMED and width < 10:
                 parts = values((2 * size, 3 * width), dtype, width)
                 wanted, found = (collectives.reduce_scatter(parts, axis) for axis in (gloo, shm))

@@ -234,6 +234,7 @@ def test_auto_takes_shared_memory_where_it_can_and_shm_is_an_error_elsewhere() -
             assert type(MPU(2, cpu_transport="shm").tp.transport) is HostTransport
             assert MPU(2, cpu_transport="gloo").tp.transport is None
             assert MPU(1, cpu_transport="shm").tp.transport is None  # nothing to carry
+            assert type(MPU(1).dp_cp.transport) is type(MPU(1, cpu_transport="shm").dp.transport) is expected
 
     rank = dist.get_rank()
 
