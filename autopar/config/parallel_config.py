@@ -155,8 +155,7 @@ class ParallelConfig:
                 problems.append(f"{axis}={fields[name]} is short for model_parallelism.{name}, {given}")
         fields |= _fields(values)
         every: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)} | fields
-        if not problems:
-            problems = _contradictions(every)
+        problems = problems or _contradictions(every)
         fields["pipeline"] = PipelineConfig.of(pipeline, every["pipeline_parallel_size"], problems)
         raise_problems(problems + _unfit(every, world_size))
         return cls(**fields)
