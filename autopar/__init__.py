@@ -44,14 +44,8 @@ __all__ += [name for name, home in _HOMES.items() if home != f"autopar.{name}"]
 __all__ += list(OF_FEATURES)
 
 
-def _renamed(name: str) -> str:
-    """Return a hint for a name of an earlier version."""
-    renamed = {"whole": "full_params", "full": "full_tensor"}
-    return f" It is called autopar.{renamed[name]} now." if name in renamed else ""
-
-
 __getattr__, __dir__ = lazy_names(
     __name__,
     _HOMES | dict.fromkeys(OF_FEATURES, public_name),
-    lambda name: "" if name.startswith("_") else _renamed(name) or nearest(name, __all__, cutoff=0.7),
+    lambda name: "" if name.startswith("_") else nearest(name, __all__, cutoff=0.7),
 )

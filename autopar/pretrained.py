@@ -19,7 +19,7 @@ from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.staging import MANIFEST
 from autopar.compat.transformers import from_config
 from autopar.config import ParallelConfig
-from autopar.deferred_init.context import adapter_first, in_lazy_init, lazy_init, on_cpu
+from autopar.deferred_init.context import adapter_first, in_lazy_init, lazy_init
 from autopar.deferred_init.files import differs, explained, point_to
 from autopar.distributed.agree import same_on_every_rank
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
@@ -115,7 +115,7 @@ def _load(
     folder = Path(path) / (given.get("subfolder") or "")
     _check_quantized(folder)
     try:
-        with on_cpu():
+        with torch.device("cpu"):
             if (folder / MANIFEST).exists():
                 return _from_shards(model_class, folder, config, verify, given, trained), {}
             with hidden_bars(only_transformers=True), lazy_init():  # reads headers only

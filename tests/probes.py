@@ -119,12 +119,16 @@ def _operators_of_collectives() -> bool:
 
 def _batching() -> bool:
     """Look for the places at which continuous batching asks an object about its ranks."""
-    from transformers.generation.continuous_batching import cache, continuous_api
+    from transformers.generation.continuous_batching import cache, continuous_api, distributed
 
+    helper = "tp_all_reduce_state tp_all_reduce_min are_kv_heads_tp_ed destroy_cpu_comm_group"
+    manager = "_create_batch_processor _generation_step warmup start stop pause is_running"
+    kinds = (distributed.DistributedHelper, helper), (continuous_api.ContinuousBatchingManager, manager)
+    there = all(hasattr(kind, name) for kind, names in kinds for name in names.split())
     kept = _written(continuous_api, "self.model._cached_continuous_batching_manager = self")()
     asked = inspect.getsource(continuous_api) + inspect.getsource(cache)
     heads = "find_num_key_value_heads(config)" in asked and "self.model.config.get_text_config()" in asked
-    return transformers.takes_ranks() and kept and heads
+    return there and kept and heads
 
 
 _OF_MODULES = (

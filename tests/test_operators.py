@@ -10,10 +10,10 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, name_of, on_meta
+from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, name_of, on_meta, reduced_dims
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, distinct_prime
 from autopar.tensor_tracking import TensorTracking, storage_key
-from autopar.tools.derivation.feature_tracking import MOVES, RANDOM, reduced_dims
+from autopar.tools.derivation.feature_tracking import MOVES, RANDOM
 
 Call = Callable[[torch.Tensor], Any]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -130,20 +129,6 @@ def holds_states(value: Any) -> bool:
         return value.ndim > 2 and value.numel() > 0
     inner = value.values() if isinstance(value, Mapping) else value
     return isinstance(value, Mapping | list | tuple) and any(map(holds_states, inner))
-
-
-@functools.cache
-def takes_ranks() -> bool:
-    """Return whether continuous batching in this release supports several ranks through a helper object."""
-    try:
-        from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-        from transformers.generation.continuous_batching.distributed import DistributedHelper
-    except ImportError:
-        return False
-    helper = ("tp_all_reduce_state", "tp_all_reduce_min", "are_kv_heads_tp_ed", "destroy_cpu_comm_group")
-    manager = ("_create_batch_processor", "_generation_step", "warmup", "start", "stop", "pause", "is_running")
-    kinds: tuple[tuple[Any, tuple[str, ...]], ...] = (DistributedHelper, helper), (ContinuousBatchingManager, manager)
-    return all(hasattr(kind, name) for kind, names in kinds for name in names)
 
 
 def kept_manager(model: Any) -> Any:

@@ -106,7 +106,7 @@ class ParallelConfig:
         if not problems:
             given = check_section("pipeline", self.pipeline.given(), SECTIONS["pipeline"], problems)
             object.__setattr__(self, "pipeline", PipelineConfig.of(given, self.pipeline_parallel_size, problems))
-        _raise(problems or _contradictions(vars(self)))
+        raise_problems(problems or _contradictions(vars(self)))
 
     @classmethod
     def parse(
@@ -122,7 +122,7 @@ class ParallelConfig:
         """
         if isinstance(source, ParallelConfig) or source is None:
             config = source or cls()
-            _raise(_unfit(vars(config), world_size))
+            raise_problems(_unfit(vars(config), world_size))
             return config
         loaded = read_config(Path(source)) if isinstance(source, (str, Path)) else source
         if not isinstance(loaded, Mapping):
@@ -155,10 +155,9 @@ class ParallelConfig:
                 problems.append(f"{axis}={fields[name]} is short for model_parallelism.{name}, {given}")
         fields |= _fields(values)
         every: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)} | fields
-        if not problems:
-            problems = _contradictions(every)
+        problems = problems or _contradictions(every)
         fields["pipeline"] = PipelineConfig.of(pipeline, every["pipeline_parallel_size"], problems)
-        _raise(problems + _unfit(every, world_size))
+        raise_problems(problems + _unfit(every, world_size))
         return cls(**fields)
 
     @property
@@ -228,14 +227,15 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _raise(problems: list[str]) -> None:
+def raise_problems(problems: list[str], holder: str = "the config has") -> None:
+    """Raise one ConfigError with all problems, if there are any."""
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
         lines = [f"  {i}. {problem}" for i, problem in enumerate(problems[:_SHOWN], 1)]
         more = len(problems) - _SHOWN
         lines += [f"  ... and {more} more: the error's .problems lists all"] if more > 0 else []
-        raise ConfigError("\n".join([f"the config has {len(problems)} problems:", *lines]), problems)
+        raise ConfigError("\n".join([f"{holder} {len(problems)} problems:", *lines]), problems)
 
 
 # -- values that are valid, but not together or not in this world ------------------------------------------------------

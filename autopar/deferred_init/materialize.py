@@ -26,7 +26,7 @@ from autopar.compat.peft import Init, adapter_inits, adapter_parameters
 from autopar.compat.tensors import local_part, own_parameters, version_of
 from autopar.compat.transformers import OWN_ADAPTERS, initialize_weights, is_initialized
 from autopar.config import ParallelConfig
-from autopar.deferred_init.context import adapter_first, on_cpu
+from autopar.deferred_init.context import adapter_first
 from autopar.deferred_init.files import by_parameter, clear_sources, sources_of
 from autopar.distributed.digest import sync_parameters
 from autopar.distributed.mesh import MPU
@@ -152,7 +152,7 @@ class Materializer:
             if (local := local_part(parameter)).numel():  # a shard of FSDP2 without columns has no rows either
                 held.check_shape(local)
             shard = self._empty(held, parameter.dtype, mpu)
-            with torch.no_grad(), on_cpu():  # for temporary tensors
+            with torch.no_grad(), torch.device("cpu"):  # for temporary tensors
                 held.read_into(shard, full_box(held.shape))
             return shard
 
@@ -345,8 +345,7 @@ class InitSteps:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        on_cpu = torch.device("cpu")  # for any default device
-        with torch.no_grad(), on_cpu, hf_init.guard_torch_init_functions(), _untied(self._inner):
+        with torch.no_grad(), torch.device("cpu"), hf_init.guard_torch_init_functions(), _untied(self._inner):
             yield
 
 

@@ -32,10 +32,39 @@ ALONG = frozenset({
 })  # fmt: skip
 """An element of the result depends on several elements along ``dim``."""
 
+REDUCTIONS = frozenset({
+    *("sum", "mean", "prod", "amax", "amin", "var", "std", "any", "all", "norm", "linalg_vector_norm", "max", "min"),
+    *("argmax", "argmin", "logsumexp", "var_mean"),
+})  # fmt: skip
+NORMS = frozenset(("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"))
+
 
 def name_of(func: Any) -> str:
     """Return the name of an operator without its overload."""
     return str(schema_of(func).name).split("::")[-1]
+
+
+def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation by name, with their defaults."""
+    named = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()}
+    named.update(zip((a.name for a in schema_of(func).arguments), args, strict=False))
+    return {**named, **kwargs}
+
+
+def dims_of(x: torch.Tensor, given: dict[str, Any]) -> list[int]:
+    """Return the dims of ``x`` along which an operation with these arguments works; all dims if it names none."""
+    if "normalized_shape" in given:
+        return [-1 - dim for dim in range(len(given["normalized_shape"]))]
+    named = next((given[name] for name in ("dim", "dims") if given.get(name) not in (None, [])), None)
+    return list(range(x.ndim)) if named is None else [named] if isinstance(named, int) else list(named)
+
+
+def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+    """Return the dims of the first argument that an operator reduces or compares over, or None."""
+    name = name_of(func)
+    if name == "native_group_norm":
+        return list(range(1, args[0].ndim))
+    return dims_of(args[0], arguments_of(func, args, kwargs)) if name in REDUCTIONS | NORMS | ALONG else None
 
 
 _LIMIT = 5_000  # cached forms per operator; a model needs a few dozen

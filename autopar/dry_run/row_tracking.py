@@ -23,8 +23,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from autopar.compat.tensors import base_of, schema_of, tree_map
+from autopar.dry_run import operators
 from autopar.dry_run.inputs import sample_inputs
-from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, ValuelessTracking, name_of
+from autopar.dry_run.operators import ALONG, NORMS, REDUCTIONS, ValuelessTracking, arguments_of, dims_of, name_of
 from autopar.errors import ConfigError, first_line
 from autopar.plan.stages import dropped_blocks, lies_in
 from autopar.tensor_tracking import tensors_in
@@ -267,13 +268,13 @@ class RowTracking(ValuelessTracking):
             if any(size and size % self.prime == 0 and size // self.prime % self.ranks for size in sizes):
                 raise MixedRows(f"{name}: counts the rows of one rank from 0")
             return
-        if name in CONSTANT | EMPTY | SIZES:
+        if name in operators.CONSTANT | operators.EMPTY | operators.SIZES:
             return
         if torch.Tag.pointwise not in func.tags and name not in _APART:
             rule, row = _BY_DIM.get(name), self._dims(held[0])
             if rule is None:
                 raise MixedRows(f"{name}: not known to work on each row by itself")
-            if row and row[0] in {dim % held[0].ndim for dim in rule(held[0], _named(func, args, kwargs))}:
+            if row and row[0] in {dim % held[0].ndim for dim in rule(held[0], arguments_of(func, args, kwargs))}:
                 raise MixedRows(f"{name}: works along the rows of {list(held[0].shape)}")
         for tensor in tensors_in(result):
             dims = self._dims(tensor)
@@ -288,18 +289,6 @@ class RowTracking(ValuelessTracking):
         return [dim for dim, size in enumerate(tensor.shape) if size and size % self.prime == 0]
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by name, with their defaults."""
-    named = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()}
-    named.update(zip((a.name for a in schema_of(func).arguments), args, strict=False))
-    return {**named, **kwargs}
-
-
-def _along(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    value = next((given[name] for name in ("dim", "dims") if given.get(name) is not None), None)
-    return list(range(held.ndim)) if value is None else [value] if isinstance(value, int) else list(value)
-
-
 # Operations that read values in Python.
 _READING = frozenset(("_local_scalar_dense", "nonzero"))
 # Operations that count positions.
@@ -307,9 +296,8 @@ _COUNTING = frozenset(("arange", "linspace", "tril_indices", "triu_indices", "ra
 # Operations that treat each row separately if their result has one dim of rows.
 _APART = frozenset(
     (
-        *("mm", "bmm", "addmm", "addmv", "mv", "dot", "baddbmm", "linear", "matmul", "sum", "mean", "var", "std"),
-        *("var_mean", "amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin", "logsumexp", "norm"),
-        *("linalg_vector_norm", "native_dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "dropout"),
+        *(*REDUCTIONS, "mm", "bmm", "addmm", "addmv", "mv", "dot", "baddbmm", "linear", "matmul"),
+        *("native_dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "dropout"),
         *("clone", "copy_", "_to_copy", "contiguous", "detach", "alias", "lift_fresh", "fill_", "zero_", "copy"),
         *("view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze"),
         *("expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "repeat", "movedim", "narrow"),
@@ -322,13 +310,10 @@ _APART = frozenset(
 
 # Operations along dims that keep their sizes; none of these dims may hold rows.
 _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
-    **dict.fromkeys((*ALONG, "flip", "roll", "renorm", "cat", "stack", "glu", "gather", "index_select"), _along),
-    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"), _along),
-    **dict.fromkeys(("index_copy", "index_copy_", "index_fill", "repeat_interleave"), _along),
-    **dict.fromkeys(
-        ("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"),
-        lambda _, given: [-1 - n for n in range(len(given["normalized_shape"]))],
-    ),
+    **dict.fromkeys((*ALONG, "flip", "roll", "renorm", "cat", "stack", "glu", "gather", "index_select"), dims_of),
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"), dims_of),
+    **dict.fromkeys(("index_copy", "index_copy_", "index_fill", "repeat_interleave"), dims_of),
+    **dict.fromkeys(NORMS, dims_of),
     **dict.fromkeys(("convolution", "native_group_norm"), lambda held, _: list(range(1, held.ndim))),
     **dict.fromkeys(
         ("index", "index_put", "index_put_", "_unsafe_index"),  # picking rows mixes them; rows as indices do not

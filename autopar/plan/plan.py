@@ -6,7 +6,6 @@ every rank raises the same error, and the model does not change.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -163,14 +162,6 @@ class TensorPlan:
             "pieces": [piece.to_json() for piece in self.pieces],
         }
 
-    def facts(self) -> dict[str, Any]:
-        """Return plain data that ranks compare, with a digest of the pieces, because experts have thousands."""
-        data = self.to_json()
-        if self.pieces:
-            pieces = json.dumps(data["pieces"]).encode()
-            data["pieces"] = f"{len(self.pieces)}, {hashlib.blake2b(pieces, digest_size=8).hexdigest()}"
-        return data
-
     @classmethod
     def from_json(cls, name: str, data: Mapping[str, Any]) -> TensorPlan:
         """Read what :meth:`to_json` made. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
@@ -308,7 +299,7 @@ class Plan(NotCopied):
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        return {tensor.name: tensor.facts() for tensor in self.tensors.values()}
+        return {tensor.name: tensor.to_json() for tensor in self.tensors.values()}
 
     def saved(self) -> Plan:
         """Return the plan without quantized weights."""

@@ -84,8 +84,6 @@ def fail_in(file: str) -> Fail:
 
 
 _VARIANT = re.compile(r"[\w-]+")
-_VARIANTS_IN_TEXT = re.compile(r"^variants:\n(.*)", re.MULTILINE | re.DOTALL)  # the last section of a file
-_NAME_IN_TEXT = re.compile(r"^  ([\w-]+):", re.MULTILINE)
 
 
 class PolicyName(NamedTuple):
@@ -242,12 +240,9 @@ def _find(name: str, folder: Path, where: Where) -> PolicyName:
 
 @functools.cache
 def _own_variants() -> dict[str, Path]:
-    """Return variant -> file for autopar's policies, found in their texts."""
-    found: dict[str, Path] = {}
-    for path in policy_files():
-        if section := _VARIANTS_IN_TEXT.search(policy_text(path)):
-            found |= dict.fromkeys(_NAME_IN_TEXT.findall(section[1]), path.resolve())
-    return found
+    """Return variant -> file for autopar's policies."""
+    files = [path.resolve() for path in policy_files() if "variants:" in policy_text(path)]
+    return {name: path for path in files for name in variants_of(policy_tree(path))}
 
 
 _PATH = re.compile(r"([\w-]+|\*)\??(\.([\w-]+|\*)\??)*")

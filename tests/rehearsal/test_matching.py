@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.tools.rehearsal.matching import blocked_calls, differences, stuck
+from autopar.tools.rehearsal.matching import blocked_calls, differences, waiting
 from autopar.tools.rehearsal.trace import Call, Group
 from tests.rehearsal.programs import BATCH, CASES, SEQUENCE, config_of
 
@@ -27,7 +27,7 @@ def traces() -> Traces:
 
 def problems_of(traces: Traces) -> list[str]:
     found = list(differences(traces, lambda ranks: ranks))
-    return found or stuck(traces) or stuck(traces, in_order=True)
+    return found or blocked_calls(waiting(traces)) or blocked_calls(waiting(traces, in_order=True))
 
 
 def at(kind: str, name: str, number: int, change: Callable[[list[Call], int], None]) -> Change:
@@ -131,24 +131,24 @@ def test_ranks_that_wait_for_each_other_for_ever(traces: Traces) -> None:
     first = [recv, send]
     second = [call._replace(peer=0) for call in first]
     assert list(differences({0: first, 1: second}, lambda ranks: ranks)) == []
-    assert stuck({0: [send, recv], 1: [second[0], second[1]]}) == []
-    lines = [line.partition(" over")[0] for line in stuck({0: first, 1: second})]
+    assert waiting({0: [send, recv], 1: [second[0], second[1]]}) == {}
+    lines = [line.partition(" over")[0] for line in blocked_calls(waiting({0: first, 1: second}))]
     assert lines == ["rank 0 waits in recv from rank 1", "rank 1 waits in recv from rank 0"]
 
     group = Group("pp forward up", (0, 1))
     send, recv = (Call(kind, group, ((4,),), "float32", peer=1) for kind in ("send", "recv"))
     crossed = {0: [send, recv], 1: [call._replace(peer=0) for call in (send, recv)]}
-    assert list(differences(crossed, lambda ranks: ranks)) == [] and stuck(crossed) == []
-    assert len(stuck(crossed, in_order=True)) == 2
+    assert list(differences(crossed, lambda ranks: ranks)) == [] and waiting(crossed) == {}
+    assert len(waiting(crossed, in_order=True)) == 2
     down = group._replace(name="pp backward down")
     apart = {0: [send, recv._replace(group=down)], 1: [call._replace(peer=0, group=down) for call in (send, recv)]}
     apart[1] = [apart[1][0], recv._replace(peer=0)]
-    assert stuck(apart, in_order=True) == []
+    assert waiting(apart, in_order=True) == {}
 
     tp, dp = Group("tp", (0, 1)), Group("dp", (0, 1))
     one, two = (Call("all_reduce", group, ((4,),), "float32", where=f"train.py:{7}") for group in (tp, dp))
     assert list(differences({0: [one, two], 1: [two, one]}, lambda ranks: ranks)) == []
-    lines = stuck({0: [one, two], 1: [two, one]})
+    lines = blocked_calls(waiting({0: [one, two], 1: [two, one]}))
     assert lines == [
         "rank 0 waits in all_reduce over tp [4] float32\n    train.py:7",
         "rank 1 waits in all_reduce over dp [4] float32\n    train.py:7",

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat.transformers import free_part, kept_manager, takes_ranks
+from autopar.compat.transformers import free_part, kept_manager
 from autopar.distributed.digest import of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -101,8 +101,6 @@ def _refusal(model: nn.Module, mpu: MPU) -> str:
         return f"experts that are distributed over {mpu.shards.size} ranks of several replicas"
     if mpu.dp_cp.size > 1 and any(isinstance(one, DTensor) for one in model.parameters()):
         return f"zero.stage 2 and 3 on {mpu.dp_cp.size} replicas"
-    if mpu.tp.size > 1 and not takes_ranks():
-        return f"tensor_parallel_size={mpu.tp.size} in this release of transformers"
     return ""
 
 

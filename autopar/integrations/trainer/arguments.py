@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autopar.config import ParallelConfig
+from autopar.config.parallel_config import raise_problems
 from autopar.errors import ConfigError
 
 # Values of args.optim: optimizers that step inside backward, and element-wise optimizers, which support shards.
@@ -127,12 +128,7 @@ def check_parallelized(config: ParallelConfig, args: Any, optimizer: Any, step: 
 
 def check_arguments(args: Any) -> None:
     """Raise ConfigError with all arguments that a parallelized model does not support in a trainer."""
-    problems = [*_refused(args)]
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
-    if problems:
-        lines = [f"  {number}. {problem}" for number, problem in enumerate(problems[:8], 1)]
-        raise ConfigError("\n".join([f"the arguments have {len(problems)} problems:", *lines]), problems)
+    raise_problems([*_refused(args)], "the arguments have")
 
 
 _REFUSED = (  # each starts with the name of the argument

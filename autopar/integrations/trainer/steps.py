@@ -6,13 +6,14 @@ An evaluation uses every sample once, in the order of the dataset, and has the l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -401,20 +402,11 @@ def rows_of(inputs: Any) -> int:
 
 def _first_rows(value: Any, count: int, rows: int) -> Any:
     """Keep the first ``count`` of ``rows`` samples of every tensor."""
-    return _changed(value, lambda x: x[:count] if x.shape[0] == rows else x)
+    return recursively_apply(lambda x: x[:count] if x.shape[:1] == (rows,) else x, value)
 
 
 def _refill(value: Any, count: int, rows: int) -> Any:
     """Repeat the last sample so that every replica has equally many; gathered results omit the repetitions."""
-    return _changed(
-        value, lambda x: torch.cat([x, x[-1:].expand(rows - count, *x.shape[1:])]) if x.shape[0] == count else x
+    return recursively_apply(
+        lambda x: torch.cat([x, x[-1:].expand(rows - count, *x.shape[1:])]) if x.shape[:1] == (count,) else x, value
     )
-
-
-def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply ``change`` to all tensors with dims in mappings (which become dicts), tuples and lists."""
-    if isinstance(value, Mapping):
-        return {name: _changed(entry, change) for name, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_changed(entry, change) for entry in value)
-    return change(value) if isinstance(value, torch.Tensor) and value.ndim else value

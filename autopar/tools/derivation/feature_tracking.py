@@ -19,7 +19,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.compat.tensors import base_of, schema_of, tree_leaves, tree_map
-from autopar.dry_run.operators import ALONG, CONSTANT as FILLED, EMPTY, ValuelessTracking, name_of
+from autopar.dry_run.operators import CONSTANT as FILLED, EMPTY, ValuelessTracking, name_of, reduced_dims
 from autopar.tensor_tracking import tensors_in
 
 RANDOM = frozenset(("rand_like", "randn_like"))
@@ -36,33 +36,6 @@ MOVES = frozenset({
     *("_adaptive_avg_pool2d", "im2col", "avg_pool1d", "avg_pool2d"),
 })  # fmt: skip
 """Operators that move, drop or keep elements. Pooling averages neighbors, and keeps their order."""
-
-_SUMS = frozenset({
-    *("sum", "mean", "prod", "amax", "amin", "var", "std", "any", "all", "norm", "linalg_vector_norm", "max", "min"),
-    *("argmax", "argmin", "logsumexp", "var_mean"),
-})  # fmt: skip
-_LAST = frozenset(("topk", "sort", "argsort", "kthvalue", "median", "mode"))  # over the last dim by default
-_NORMS = frozenset(("native_layer_norm", "_fused_rms_norm"))
-
-
-def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-    """Return the dims of the first argument that an operator reduces or compares over, or None."""
-    name = name_of(func)
-    if name in _NORMS:
-        return [-1 - dim for dim in range(len(args[1]))]
-    if name == "native_group_norm":
-        return list(range(1, args[0].ndim))
-    if name not in _SUMS | ALONG:
-        return None
-    names = [argument.name for argument in schema_of(func).arguments]
-    dim: Any = kwargs.get("dim")
-    if dim is None and "dim" in names and names.index("dim") < len(args):
-        dim = args[names.index("dim")]
-    if dim is None:
-        dim = -1 if name in _LAST and "dim" in names else None
-    if dim is None or dim == []:
-        return list(range(args[0].ndim))
-    return [dim] if isinstance(dim, int) else list(dim)
 
 
 def unique_pairs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -300,23 +301,8 @@ def sections_around(
     return before, after, head
 
 
-_SECTIONS = ("prefix", "every_stage", "suffix", "head")
-_NESTED = ("match", "units", "towers", "blocks", "modules", "attributes", *_SECTIONS)
-
-
 def yaml_text(tree: dict[str, Any], comments: list[str]) -> str:
     """Return a policy as YAML, with comments at the top."""
-    lines = [f"# {line}" for line in comments]
-    return "\n".join([*lines, *_lines(tree, 0)]) + "\n"
-
-
-def _lines(tree: dict[str, Any], depth: int) -> Iterator[str]:
-    for name, value in tree.items():
-        key = yaml.safe_dump(str(name), default_flow_style=True, width=1000).split("\n")[0]
-        tower = isinstance(value, dict) and ("blocks" in value or "units" in value)
-        if isinstance(value, dict) and (name in _NESTED or tower):
-            yield " " * depth + f"{key}:"
-            yield from _lines(value, depth + 2)
-        else:
-            shown = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).split("\n")[0]
-            yield " " * depth + f"{key}: {shown}"
+    alone = json.loads(json.dumps(tree))  # without shared values, which YAML would write as aliases
+    text = yaml.safe_dump(alone, default_flow_style=None, width=1000, sort_keys=False)
+    return "\n".join([*(f"# {line}" for line in comments), text])

@@ -4,6 +4,10 @@ One rank's shard runs its real ``forward`` at the real batch and sequence sizes.
 storage that autograd saves once, except weights. Only one of several equal blocks runs
 (:mod:`autopar.tools.planner.equal_blocks`), so the time does not depend on the number of layers. Each block also runs a
 backward, to measure its temporary memory. A :class:`Unit` has the result of one block.
+
+A block replays a result only if its arguments have the same structure, shapes and properties. A result is not replayed
+if its block appended to a list among the arguments or returned a view of an argument. Code around the blocks always
+runs.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,13 +25,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from autopar.compat.tensors import input_metadata, sequence_number, tree_map_only
+from autopar.compat.tensors import (
+    TreeSpec,
+    input_metadata,
+    sequence_number,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+)
 from autopar.compat.transformers import recomputed_layers
 from autopar.distributed.rng import kept
 from autopar.dry_run.operators import Form, autocast_on_meta, form_of, tensor_of
+from autopar.layout import Layout
 from autopar.pipeline_parallel.engine import nodes, runs_once, way
-from autopar.tensor_tracking import tensors_in
-from autopar.tools.planner.equal_blocks import BlockReplay, Paths
+from autopar.tensor_tracking import PLAIN, storage_key, tensors_in
+from autopar.tools.planner.equal_blocks import Paths
 from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of
 from autopar.tools.planner.storages import FusedKernels, Operation, SavedStorages, SavedTensor, Storages, alive
 
@@ -74,7 +86,7 @@ class _Segment(NamedTuple):
     freed: frozenset[int]
 
 
-class ForwardCounter(BlockReplay):
+class ForwardCounter:
     """Counter of a shard's forward on the meta device. It measures one of several equal blocks.
 
     Args:
@@ -92,7 +104,12 @@ class ForwardCounter(BlockReplay):
         quantized: Sequence[torch.Tensor],
         save: tuple[str, ...],
     ) -> None:
-        super().__init__(shard, equal)
+        self._known: dict[Any, _Known] = {}
+        self._blocks: list[nn.Module] = []
+        for number, paths in enumerate(equal):
+            for block in map(shard.get_submodule, paths):
+                if "forward" not in vars(block):
+                    self._attach(block, number)
         layers = recomputed_layers(shard) or [shard.get_submodule(path) for path in elements]
         self._recomputed = {id(layer): number for number, layer in enumerate(layers)}
         self._save = save
@@ -120,12 +137,20 @@ class ForwardCounter(BlockReplay):
         self._renumbered: dict[int, int] = {}
         self._start = self._base = 0  # live bytes when the forward began, and after the last block
 
+    def _attach(self, block: nn.Module, group: int) -> None:
+        block.forward = wraps(block.forward)(partial(self._call, block, group, block.forward))
+        self._blocks.append(block)
+
     def count(self, inputs: dict[str, Any]) -> ForwardCount:
         """Run the forward on the meta device, and return its count. Raises the errors of the forward."""
         kernels = FusedKernels(self._storages)
-        with warnings.catch_warnings(), kept(), torch.enable_grad(), autocast_on_meta(), self._storages, kernels, self:
-            warnings.simplefilter("ignore")
-            return self._run(inputs)
+        try:
+            with warnings.catch_warnings(), kept(), torch.enable_grad(), autocast_on_meta(), self._storages, kernels:
+                warnings.simplefilter("ignore")
+                return self._run(inputs)
+        finally:
+            for block in self._blocks:  # restore the original forward
+                vars(block).pop("forward", None)
 
     def _run(self, inputs: dict[str, Any]) -> ForwardCount:
         storages = self._storages
@@ -202,7 +227,7 @@ class ForwardCounter(BlockReplay):
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
-    def _call(self, block: nn.Module, group: int, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, block: nn.Module, group: int, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self._inside_a_block:
             return forward(*args, **kwargs)
         given = [x for x in tensors_in((args, kwargs)) if x.is_meta]
@@ -213,7 +238,7 @@ class ForwardCounter(BlockReplay):
         self._give(given)
 
         self._unit = None
-        out = super()._call(block, group, partial(self._measure, forward), args, kwargs)
+        out = self._replayed(group, partial(self._measure, forward), args, kwargs)
         unit: Unit | None = self._unit
         if unit is not None:
             unit = self._unit = replace(unit, number=self._recomputed.get(id(block)))
@@ -282,13 +307,47 @@ class ForwardCounter(BlockReplay):
 
     # -- replay ----------------------------------------------------------------------------------------------------
 
-    def keep(self, output: torch.Tensor, arguments: list[torch.Tensor]) -> Any:
+    def _replayed(self, group: int, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Return the known result of an equal block for these arguments, or run ``forward``."""
+        leaves, structure = tree_flatten((args, kwargs))
+        key = _key(group, leaves, structure)
+        if key is None:
+            return forward(*args, **kwargs)
+        arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if key in self._known:
+            known, given = self._known[key], [*leaves, None]
+            outputs = [self._make(kept, arguments) if kept else given[place] for place, kept in known.outputs]
+            return tree_unflatten(outputs, known.structure)
+        output = forward(*args, **kwargs)
+        result = self._result(output, leaves, arguments) if tree_flatten((args, kwargs))[1] == structure else None
+        if result is not None:
+            self._known[key] = result
+        return output
+
+    def _result(self, output: Any, leaves: list[Any], arguments: list[torch.Tensor]) -> _Known | None:
+        given = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        seen = {storage_key(tensor) for tensor in arguments}
+        returned, structure = tree_flatten(output)
+        made: list[tuple[int, _Kept | None]] = []
+        for leaf in returned:
+            if leaf is None:
+                made.append((-1, None))
+            elif id(leaf) in given:
+                made.append((given[id(leaf)], None))
+            elif isinstance(leaf, torch.Tensor) and leaf.is_meta and storage_key(leaf) not in seen:
+                seen.add(storage_key(leaf))
+                made.append((-1, self._keep(leaf, arguments)))
+            else:
+                return None
+        return _Known(made, structure)
+
+    def _keep(self, output: torch.Tensor, arguments: list[torch.Tensor]) -> _Kept:
         assert self._unit is not None
         before = [self._saved.number(x) for x in arguments]
         own = self._saved.number(output)
         return _Kept(form_of(output), output.requires_grad, self._unit, before, own, self._first_inside)
 
-    def make(self, kept: _Kept, arguments: list[torch.Tensor]) -> Any:
+    def _make(self, kept: _Kept, arguments: list[torch.Tensor]) -> torch.Tensor:
         operations, self._storages.operations = self._storages.operations, None  # its creation is not counted
         made = tensor_of(kept.form).requires_grad_(kept.requires_grad)
         self._storages.operations = operations
@@ -319,6 +378,27 @@ class _Kept(NamedTuple):
     before: list[int]
     own: int
     first: int
+
+
+class _Known(NamedTuple):
+    """Structure and leaves of a block's result: each the place of an argument (-1: None), or a kept output."""
+
+    outputs: list[tuple[int, _Kept | None]]
+    structure: TreeSpec
+
+
+def _key(group: int, leaves: list[Any], structure: TreeSpec) -> Any:
+    """Return a key of all values that a block's result depends on; None if they are unknown."""
+    parts: list[Any] = [group, structure]
+    first: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            parts.append((form_of(leaf), leaf.requires_grad, first.setdefault(id(leaf), place)))
+        elif isinstance(leaf, (*PLAIN, Layout)):
+            parts.append((type(leaf), leaf))
+        else:
+            return None
+    return tuple(parts)
 
 
 def _backward_peak(

@@ -1,37 +1,24 @@
-"""Find equal blocks of a model. Run one of them on the meta device, and replay its result for the other blocks.
+"""Find equal blocks of a model, of which one runs on the meta device (:mod:`autopar.tools.planner.activations`).
 
 Equal blocks have the same modules, with equal attributes, parameters of the same shapes, and the same rules in a plan.
 Only the number of the block (``layer_idx``) may differ.
-
-A block replays a result only if its arguments have the same structure, shapes and properties. A result is not replayed
-if its block appended to a list among the arguments or returned a view of an argument. Code around the blocks always
-runs.
 """
 
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.compat.peft import is_adapted
-from autopar.compat.tensors import (
-    TreeSpec,
-    own_buffers,
-    own_modules,
-    own_parameters,
-    tree_flatten,
-    tree_unflatten,
-)
+from autopar.compat.tensors import own_buffers, own_modules, own_parameters
 from autopar.dry_run.operators import form_of
-from autopar.layout import Layout
 from autopar.plan.plan import Plan
-from autopar.tensor_tracking import PLAIN, storage_key
+from autopar.tensor_tracking import PLAIN
 
 _LISTS = (nn.ModuleList, nn.Sequential)  # exactly these: a subclass may have a custom forward
 _EVERY_MODULE = frozenset(vars(nn.Module()))  # hooks, modules and tensors, which are compared separately
@@ -119,94 +106,3 @@ def _comparable(value: Any) -> Any:
         return type(value), value  # 1, 1.0 and True differ
     containers = (list, tuple, set, frozenset, dict, functools.partial)  # partial: an activation with its arguments
     return (type(value), repr(value)) if isinstance(value, containers) else id(value)
-
-
-class _Known(NamedTuple):
-    """Structure and leaves of a block's result. A leaf is the place of an argument (-1: None), or a kept output."""
-
-    outputs: list[tuple[int | None, Any]]
-    structure: TreeSpec
-
-
-class BlockReplay(ABC):
-    """A context manager that replays equal blocks in one copy of a model on the meta device."""
-
-    def __init__(self, model: nn.Module, groups: Sequence[Paths]) -> None:
-        self._known: dict[Any, _Known] = {}
-        self._blocks: list[nn.Module] = []
-        for number, paths in enumerate(groups):
-            for block in map(model.get_submodule, paths):
-                if "forward" not in vars(block):
-                    self._attach(block, number)
-
-    def _attach(self, block: nn.Module, group: int) -> None:
-        forward = block.forward
-
-        @functools.wraps(forward)
-        def replayed(*args: Any, **kwargs: Any) -> Any:
-            return self._call(block, group, forward, args, kwargs)
-
-        block.forward = replayed
-        self._blocks.append(block)
-
-    def __enter__(self) -> BlockReplay:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for block in self._blocks:  # restore the original forward
-            vars(block).pop("forward", None)
-
-    @abstractmethod
-    def keep(self, output: torch.Tensor, arguments: list[torch.Tensor]) -> Any:
-        """Return the data from which :meth:`make` recreates an output."""
-
-    @abstractmethod
-    def make(self, kept: Any, arguments: list[torch.Tensor]) -> torch.Tensor:
-        """Return a tensor like the kept output, for an equal block with different arguments."""
-
-    def _call(self, block: nn.Module, group: int, forward: Any, args: Any, kwargs: Any) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
-        key = _key(group, leaves, structure)
-        if key is None:
-            return forward(*args, **kwargs)
-        arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if key in self._known:
-            known, given = self._known[key], [*leaves, None]
-            outputs = [self.make(kept, arguments) if place is None else given[place] for place, kept in known.outputs]
-            return tree_unflatten(outputs, known.structure)
-        output = forward(*args, **kwargs)
-        kept = self._kept(output, leaves, arguments) if tree_flatten((args, kwargs))[1] == structure else None
-        if kept is not None:
-            self._known[key] = kept
-        return output
-
-    def _kept(self, output: Any, leaves: list[Any], arguments: list[torch.Tensor]) -> _Known | None:
-        given = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        seen = {storage_key(tensor) for tensor in arguments}
-        returned, structure = tree_flatten(output)
-        made: list[tuple[int | None, Any]] = []
-        for leaf in returned:
-            if leaf is None:
-                made.append((-1, None))
-            elif id(leaf) in given:
-                made.append((given[id(leaf)], None))
-            elif isinstance(leaf, torch.Tensor) and leaf.is_meta and storage_key(leaf) not in seen:
-                seen.add(storage_key(leaf))
-                made.append((None, self.keep(leaf, arguments)))
-            else:
-                return None
-        return _Known(made, structure)
-
-
-def _key(group: int, leaves: list[Any], structure: TreeSpec) -> Any:
-    """Return a key of all values that a block's result depends on; None if they are unknown."""
-    parts: list[Any] = [group, structure]
-    first: dict[int, int] = {}
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-            parts.append((form_of(leaf), leaf.requires_grad, first.setdefault(id(leaf), place)))
-        elif isinstance(leaf, (*PLAIN, Layout)):
-            parts.append((type(leaf), leaf))
-        else:
-            return None
-    return tuple(parts)

@@ -269,23 +269,17 @@ def waiting(
     return Play(played, in_order=in_order).run()
 
 
-def stuck(
-    traces: Traces, *, in_order: bool = False, waited: Mapping[int, Mapping[int, int]] | None = None
-) -> list[str]:
-    """Describe the calls in which ranks deadlock; see :func:`waiting`."""
-    over = "over nccl, where a group sends one message at a time, " if in_order else ""
-    left = waiting(traces, in_order=in_order, waited=waited)
-    return [f"{over}rank {rank} waits in {call}\n    {call.where}" for rank, call in left.items()]
+OVER_NCCL = "over nccl, where a group sends one message at a time, "
 
 
-def blocked_calls(calls: Mapping[int, Call]) -> list[str]:
-    """Describe the calls in which ranks deadlock, the call with the fewest ranks first."""
+def blocked_calls(calls: Mapping[int, Call], over: str = "") -> list[str]:
+    """Describe the calls in which ranks deadlock, the call with the fewest ranks first, each after ``over``."""
     at: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, call in calls.items():
         at[str(call), call.where].append(rank)
     fewest = sorted(at.items(), key=lambda one: len(one[1]))
     return [
-        f"{names_of(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {call}\n    {where}"
+        f"{over}{names_of(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {call}\n    {where}"
         for (call, where), ranks in fewest
     ]
 

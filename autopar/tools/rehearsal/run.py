@@ -24,7 +24,7 @@ from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import mesh_words
 from autopar.tools.planner.hardware import Node, find_node
 from autopar.tools.planner.network import exposed
-from autopar.tools.rehearsal.matching import blocked_calls, differences, stuck, where_awaited
+from autopar.tools.rehearsal.matching import OVER_NCCL, blocked_calls, differences, waiting, where_awaited
 from autopar.tools.rehearsal.one_rank import Job, MakeOptimizer, Part, Rehearsed, inputs_of, run_round, without_memory
 from autopar.tools.rehearsal.simulated_ranks import axes_of, coordinates_of, rounds_of, stand_ins_for
 from autopar.tools.rehearsal.timeline import Held, Timeline, Traffic, chrome_trace, play, traffic_of
@@ -208,4 +208,5 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
     at = {rank: one.parts[one.blocked_at][1] for rank, one in found.items() if one.blocked_at >= 0}
     problems = [*mismatches(found, at), *blocked_calls(at)]
     calls, waited = calls_of(found), {rank: one.waited for rank, one in found.items()}
-    return found, problems or stuck(calls, waited=waited) or stuck(calls, waited=waited, in_order=True)
+    problems = problems or blocked_calls(waiting(calls, waited=waited))
+    return found, problems or blocked_calls(waiting(calls, waited=waited, in_order=True), OVER_NCCL)

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.compat.peft import plain_name
-from autopar.compat.tensors import in_backward, schema_of
+from autopar.compat.tensors import in_backward
 from autopar.data_parallel.gradients import average_gradients
 from autopar.distributed.digest import of_tensor
+from autopar.dry_run.operators import arguments_of
 from autopar.errors import type_and_text
 from autopar.plan.tensors import followed_form
 from autopar.storage.progress import hidden_bars
@@ -45,7 +46,6 @@ from autopar.tools.verification.outputs import (
     measure,
     named,
     of_first,
-    reseed,
     same_floats,
     size_of_loss,
 )
@@ -243,7 +243,7 @@ def prompt_of(session: Session) -> dict[str, Any]:
 def generated(model: nn.Module, inputs: dict[str, Any]) -> Any:
     """Generate tokens greedily. Return tokens and logits."""
     model.eval()
-    reseed(0)
+    set_seed(0)
     settings: dict[str, Any] = {"max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS, "do_sample": False}
     if "pixel_values" not in inputs:  # some models set a custom value
         settings["pad_token_id"] = 0
@@ -394,9 +394,8 @@ class _Draws(TensorTracking):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            names = [each.name for each in schema_of(func).arguments]
-            named, fused = dict(zip(names, args, strict=False)) | kwargs, "dropout_p" in names
-            tensors = list(tensors_in(list(named.values())))
+            named = arguments_of(func, args, kwargs)
+            tensors, fused = list(tensors_in(list(named.values()))), "dropout_p" in named
             given = named.get("dropout_p" if fused else "p")
             rate = given if type(given) is float else 0.0
             rate = 1 - rate if func.__name__.startswith("bernoulli") and type(given) is float else rate
@@ -552,7 +551,7 @@ def _row_alike(what: str, found: set[tuple[int, str]]) -> Row:
 def _run(session: Session, model: nn.Module) -> tuple[list[Draw], Any]:
     """Return the draws and outputs of a forward in training mode. The reference model draws like the stages."""
     model.train()
-    reseed(7)
+    set_seed(7)
     batch = copy.deepcopy(session.own_part(session.batches[0]))
     streams = session.drawing_as_stages() if model is session.plain else nullcontext()
     with session.own_failure(model), streams, running(model) as stack, _Draws(stack) as draws, torch.no_grad():
