@@ -3,6 +3,8 @@
 ``make oldest`` and ``make newest`` install what ``--requirements`` prints in environments of their own, and run this
 module there. Results go to ``compatibility.json``, and ``docs/compatibility.md`` is drawn from it. A model type is new
 if the newest transformers has it, the oldest does not, and no policy lists it.
+
+``--without-policy`` prints the model types of the installed transformers that no policy lists, and their classes.
 """
 
 import argparse
@@ -230,11 +232,16 @@ def page(recorded: dict[str, Any]) -> str:
 def main() -> None:
     """Print the requirements of an end, or run it and write what came out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--end", choices=ENDS, required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--end", choices=ENDS)
+    which.add_argument("--without-policy", action="store_true", help="print the model types that no policy lists")
     parser.add_argument("--requirements", action="store_true", help="print what to install, and exit")
     parser.add_argument("--every", action="store_true", help="run all policies and more families")
     parser.add_argument("--check", action="store_true", help="write nothing")
     given = parser.parse_args()
+    if given.without_policy:
+        print("\n".join(f"{name}: {' '.join(heads_of(name))}" for name in sorted(without_policy())))
+        return
     if given.requirements:
         print(*requirements(admitted(), given.end))
         return
