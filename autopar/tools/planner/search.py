@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.config.sections import SAVED, SPLIT_BACKWARD
+from autopar.dry_run.plan_model import uncollected
 from autopar.errors import AutoparError, ConfigError, first_line, listed
 from autopar.storage.progress import progress_bar
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, mesh_words
@@ -121,6 +122,7 @@ class Found:
     tried: int = 0
 
 
+@uncollected()
 def search(estimator: Estimator, space: Space, count: int = 5, progress: bool | None = None) -> Found:
     """Search a space for the ``count`` fastest candidates that fit the GPU. Raises ConfigError if no mesh fits."""
     if space.ep is None:
@@ -171,6 +173,7 @@ def with_kept(estimator: Estimator, estimate: Estimate) -> Estimate:
     return min(found, key=lambda each: each.time)
 
 
+@uncollected()
 def rehearsed(estimator: Estimator, found: Found) -> None:
     """Run the dry runs of ``initialize`` for the best candidates, and reject candidates that fail."""
     for estimate in list(found.best):
