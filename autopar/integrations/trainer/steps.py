@@ -6,16 +6,18 @@ An evaluation uses every sample once, in the order of the dataset, and has the l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import has_length, seed_worker
 
 from autopar.call_site import warn_user
@@ -391,30 +393,20 @@ def _times(loss: torch.Tensor, weight: float) -> torch.Tensor:
 
 def rows_of(inputs: Any) -> int:
     """Count the samples of a batch, which may not be collated."""
-    if isinstance(inputs, torch.Tensor):
-        return inputs.shape[0] if inputs.ndim else 0
-    if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping):
-        return len(inputs)
-    entries = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
-    return next((count for count in map(rows_of, entries) if count), 0)
+    collated = not (isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping))
+    return (find_batch_size(inputs) or 0) if collated else len(inputs)
 
 
 def _first_rows(value: Any, count: int, rows: int) -> Any:
     """Keep the first ``count`` of ``rows`` samples of every tensor."""
-    return _changed(value, lambda x: x[:count] if x.shape[0] == rows else x)
+    return recursively_apply(lambda x: x[:count] if x.ndim and x.shape[0] == rows else x, value)
 
 
 def _refill(value: Any, count: int, rows: int) -> Any:
     """Repeat the last sample so that every replica has equally many; gathered results omit the repetitions."""
-    return _changed(
-        value, lambda x: torch.cat([x, x[-1:].expand(rows - count, *x.shape[1:])]) if x.shape[0] == count else x
-    )
 
+    def refilled(x: torch.Tensor) -> torch.Tensor:
+        last = x[-1:].expand(rows - count, *x.shape[1:]) if x.ndim and x.shape[0] == count else None
+        return x if last is None else torch.cat([x, last])
 
-def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply ``change`` to all tensors with dims in mappings (which become dicts), tuples and lists."""
-    if isinstance(value, Mapping):
-        return {name: _changed(entry, change) for name, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_changed(entry, change) for entry in value)
-    return change(value) if isinstance(value, torch.Tensor) and value.ndim else value
+    return recursively_apply(refilled, value)
