@@ -14,22 +14,22 @@ from tests.scripts import printed
 LINES = {
     "cli": 564,
     "setup": 425,
-    "checkpoint": 4738,
+    "checkpoint": 4564,
     "config": 594,
     "data_parallel": 2615,
     "deferred_init": 987,
     "distributed": 2454,
     "dry_run": 1580,
-    "features": 11381,
+    "features": 11288,
     "compat": 904,
-    "guards": 584,
-    "integrations": 2276,
+    "guards": 572,
+    "integrations": 2268,
     "pipeline_parallel": 3435,
     "plan": 2186,
     "policy": 1485,
-    "storage": 1286,
+    "storage": 1203,
     "tensor_parallel": 2783,
-    "tools": 12437,
+    "tools": 12424,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

@@ -88,11 +88,12 @@ class Extra:
         for name, tensor, saved in self.tensors(plan):
             digest = int(sum_of_bits(local_part(tensor))) if values else 0
             shards.setdefault(saved.name.partition("::")[2], {})[name] = saved.dtype, digest
-        rest = {place: (clip(text, 40), checksum(text.encode())) for place, text in _leaves(self.value, "extra")}
-        for place, tensor in self.loose.items():
+        rest = {place: text if len(text) < 60 else f"{clip(text, 40)} ({checksum(text.encode())})"
+                for place, text in _leaves(self.value, "extra")} if values else {}  # fmt: skip
+        for place, tensor in self.loose.items() if values else ():
             kind = f"a tensor {list(tensor.shape)} of {dtype_name(tensor.dtype)}"
-            rest[place] = kind, f"{kind} {int(sum_of_bits(tensor)) if values else 0}"
-        return {"rest": rest if values else {}, "shards": shards}
+            rest[place] = f"{kind} with the sum {int(sum_of_bits(tensor))} of its bits"
+        return {"rest": rest, "shards": shards}
 
 
 def _leaves(value: Json, where: str) -> Iterator[tuple[str, str]]:
@@ -176,12 +177,10 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, rows: int | No
     places = dict.fromkeys(place for rank in ranks for place in rank["rest"])
     different = {}
     for place in places:
-        values = [rank["rest"].get(place, ("missing", "")) for rank in ranks]
-        other = next((number for number, value in enumerate(values) if value[1] != values[0][1]), None)
+        values = [rank["rest"].get(place, "missing") for rank in ranks]
+        other = next((number for number, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            shown = values[0][0], values[other][0]
-            different[place] = f"{place} is {shown[0]} on rank 0 and {'another' if len(set(shown)) < 2 else shown[1]}"
-            different[place] += f" on rank {other}"
+            different[place] = f"{place} is {values[0]} on rank 0 and {values[other]} on rank {other}"
     if different:
         raise CheckpointError(
             f"extra= differs between ranks in {len(different)} of {len(places)} places: "
@@ -212,14 +211,9 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, rows: int | No
 
 def saved_shards(manifest: Manifest, plan: Plan) -> dict[str, str]:
     """Return the tensors of each ShardedDict in a checkpoint: saved name -> canonical name."""
-    found = {}
-    for saved, tensor in manifest.parts["extra"].tensors.items() if "extra" in manifest.parts else ():
-        name = saved.partition("::")[0]
-        if name in plan.tensors:
-            found[saved] = name
-            if tensor.shape != plan.tensors[name].shape:
-                raise CheckpointError(f"extra is damaged in the checkpoint: {saved} has shape {list(tensor.shape)}")
-    return found
+    extra = manifest.parts.get("extra")
+    names = {} if extra is None else {saved: saved.partition("::")[0] for saved in extra.tensors}
+    return {saved: name for saved, name in names.items() if name in plan.tensors}
 
 
 def fill_shards(

@@ -108,8 +108,7 @@ class Loader:
                 has = ", ".join(key for key in _KINDS if key in saved) or "nothing"
                 raise CheckpointError(f"{folder} was saved without {name}=; its training state contains {has}")
         if "lr_scheduler" in self.training:
-            scheduler, now = saved["lr_scheduler"], type(self.training["lr_scheduler"]).__name__
-            then = scheduler.get("class") if isinstance(scheduler, Mapping) else None
+            then, now = saved["lr_scheduler"]["class"], type(self.training["lr_scheduler"]).__name__
             if then != now:
                 raise CheckpointError(f"lr_scheduler must be a {then}, as saved in {folder}; got a {now}")
         states, mpu = saved.get("random_states"), self.state.mpu
@@ -132,10 +131,6 @@ class Loader:
         loose = [name for name in extra.tensors if name not in self.sharded] if extra and chosen else []
         tensors = {name: self.shards.lazy(name, "extra").read() for name in loose}
         plain = {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
-        for name, value in plain.items():
-            if not isinstance(value, dict):
-                kind = type(value).__name__
-                raise CheckpointError(f"{self.shards.folder} is damaged: {name} must be a dict, got {kind}")
         if "extra" in plain:
             fill_shards(plain["extra"], self.shards, self.model, self.state, self.tensors)
         if "lr_scheduler" in training:

@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 
 from autopar.checkpoint.state import STATE, State, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import (
-    MODEL_SHARD,
     USE_INSTEAD,
-    ModelShard,
     attach_hooks,
     describe_ranks,
     detach_hooks,
@@ -99,10 +97,16 @@ def save_parallelized(
                 f"adapter_only=True needs a PeftModel; got {type(self).__name__}, which contains none.\n"
                 "  Make it with peft.get_peft_model before autopar.initialize."
             )
+        for name, value in {**how, **training}.items() if adapter_only else ():
+            if value not in (None, False, "safetensors", "5GB"):
+                raise CheckpointError(
+                    f"adapter_only=True is not supported with {name}={value!r}: files of adapters cannot store it\n"
+                    "  Remove adapter_only to save the full model with its adapters and training state."
+                )
         return directory_of(save_parallelized, directory, others)
 
     if adapter_only and save_adapters is not None:
-        save_adapters(self, folder, timeout, {**how, **training})
+        save_adapters(self, folder, timeout, {})
         return
     save(self, {"directory": folder, **how}, timeout, **training)
 
@@ -169,13 +173,8 @@ def attach(
         hf_model: The Hugging Face model in ``model``, often ``model`` itself.
         hf_prefix: The path of ``hf_model`` in ``model``, with or without the last dot; ``""`` if it is the root.
         holders: Tensor name -> the stages that hold it, with a pipeline; the first of them writes it.
-
-    Raises:
-        ValueError: ``hf_model`` is at another path.
     """
     path = hf_prefix.rstrip(".")
-    if model.get_submodule(path) is not hf_model:
-        raise ValueError(f"{path!r} is not the path of the Hugging Face model")
     saved = plan.saved()
     left_out = {name: tensor for name, tensor in plan.tensors.items() if tensor.quantized}
     model.__dict__[STATE] = State(saved, mpu, path, dict(holders or {}), left_out)
@@ -189,7 +188,7 @@ def attach(
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`; every rank calls it. Raises CheckpointError if a save in the background failed."""
     try:
-        state_of(model).background.close()
+        state_of(model).background.wait()
     finally:
         model.__dict__.pop(STATE, None)
         unbind(model, _OWNER)
@@ -226,16 +225,11 @@ def refused(name: str, text: str) -> Callable[..., Any]:
     return method
 
 
-def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Count the parameters of the full model, as before ``initialize``; no communication."""
-    if shard_of(self) is None:
+def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Count the parameters of the full model, as before ``initialize``, from this rank's shards; no communication."""
+    shard = shard_of(self)
+    if shard is None:
         return type(self).num_parameters(self, only_trainable, exclude_embeddings)
-    return counted(self, only_trainable, exclude_embeddings)
-
-
-def counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
-    """Count the parameters of the full model from this rank's shards, without communication."""
-    shard: ModelShard = vars(self)[MODEL_SHARD]
     found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
     paths = {id(module): path for path, module in self.named_modules()}
     for module, order in parameters_elsewhere(self):
@@ -270,7 +264,7 @@ def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB",
 
 
 _WHOLE_MODEL_METHODS: dict[str, Callable[..., Any]] = {
-    "num_parameters": _num_parameters,
+    "num_parameters": num_parameters,
     "push_to_hub": _push_to_hub,
     **{name: refused(name, text) for name, text in _REFUSED.items() if hasattr(PreTrainedModel, name)},
 }

@@ -19,7 +19,6 @@ The metadata is identical on all ranks with the same parameters:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.checkpoint.format import Manifest, reason
+from autopar.checkpoint.format import Manifest
 from autopar.errors import CheckpointError, listed, nearest
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
@@ -145,17 +144,19 @@ def prepare(
         The tensors to fill, and a function that then replaces the optimizer's state with them.
 
     Raises:
-        CheckpointError: The metadata is damaged, or the state belongs to another optimizer.
+        CheckpointError: The state belongs to another optimizer.
     """
     title, groups = _title(optimizer), named_groups(optimizer, model, plan)
-    before = OptimizerMetadata.parse(metadata)
-    if before.title.rpartition(".")[2] != title.rpartition(".")[2]:  # a class may move to another module
+    before = decoded(metadata, saved)
+    then = before["class"].rpartition(".")[2]
+    if then != title.rpartition(".")[2]:  # a class may move to another module
         raise CheckpointError(
-            f"the checkpoint holds the state of {before.title}; got a {title}\n"
-            f"  Make a {before.title.rpartition('.')[2]}, or load without optimizer=."
+            f"the checkpoint holds the state of {before['class']}; got a {title}\n"
+            f"  Make a {then}, or load without optimizer=."
         )
-    before.check_groups(groups, set(parameters_by_name(model, plan)), plan, title)
-    before.check_names(saved)
+    members = [group["params"] for group in before["groups"]]
+    _check_groups(members, groups, set(parameters_by_name(model, plan)), plan, title)
+    every = [group["options"] for group in before["groups"]]
     targets: Targets = {}
     step = step_of(optimizer)
     state: dict[nn.Parameter, dict[str, Any]] = {}
@@ -178,18 +179,18 @@ def prepare(
         targets[source.name] = tensor, layout
         return tensor
 
-    for group, options in zip(groups, before.options, strict=True):
+    for group, options in zip(groups, every, strict=True):
         on_host = not (options.get("capturable") or options.get("fused"))
         for name, parameter in group:
-            if (theirs := before.state.get(name)) and keeps_state(optimizer, parameter):
+            if (theirs := before["state"].get(name)) and keeps_state(optimizer, parameter):
                 state[parameter] = {key: made(key, each, name, parameter, on_host) for key, each in theirs.items()}
 
     @torch.no_grad()
     def finish() -> None:
         optimizer.state.clear()
         optimizer.state.update({parameter: dict(mine) for parameter, mine in state.items()})
-        optimizer.state.update(before.other)
-        for group, options in zip(optimizer.param_groups, before.options, strict=True):
+        optimizer.state.update(before["other"])
+        for group, options in zip(optimizer.param_groups, every, strict=True):
             for key, value in options.items():
                 group[key] = new_option(group.get(key), value)
 
@@ -272,14 +273,12 @@ def _describe(
 
 
 def _tensors_of(entry: Any, name: str) -> Iterator[str]:
-    """Yield the names of the tensors of one state. Raises ``ValueError`` if it is malformed."""
+    """Yield the names of the tensors of one state."""
     if isinstance(entry, list):
         for index, item in enumerate(entry):
             yield from _tensors_of(item, f"{name}[{index}]")
-    elif isinstance(entry, dict) and entry.get("kind") in ("like", "whole"):
+    elif isinstance(entry, dict):
         yield name
-    elif type(entry) not in _VALUES:
-        raise ValueError(f"{name} is {entry!r}")
 
 
 def _form(
@@ -310,92 +309,54 @@ def _is_sharded(due: TensorPlan) -> bool:
     return layout is not None and len({layout.ranges(rank) for rank in range(layout.axis_size)}) > 1
 
 
-@dataclass(frozen=True)
-class OptimizerMetadata:
-    """The decoded metadata.
+def _check_groups(
+    members: Sequence[Sequence[str]],
+    groups: Sequence[Sequence[tuple[str, nn.Parameter]]],
+    here: set[str],
+    plan: Plan,
+    title: str,
+) -> None:
+    """Raise CheckpointError unless each parameter is in the same group as in the save, in any order.
 
-    Attributes:
-        title: The module and class of the optimizer.
-        members: The names of each group's parameters.
-        options: The options of each group.
-        state: Parameter -> key -> a value, a list, or the kind of a tensor.
-        tensors: The names of the tensors, fp32 weights included.
-        other: The state that belongs to no parameter.
+    Args:
+        members: The names of each saved group's parameters.
+        here: The names of the parameters of this rank's model. Parameters of other stages are not compared.
     """
+    same = "\n  Make the same groups as in the run that saved it."
+    if len(members) != len(groups):
+        raise CheckpointError(
+            f"the checkpoint holds {len(members)} parameter groups of the optimizer; this {title} has "
+            f"{len(groups)}{same}"
+        )
+    then = {name: index for index, names in enumerate(members) for name in names}
+    now = {name: index for index, group in enumerate(groups) for name, _ in group}
+    for name, index in now.items():
+        if then.get(name) != index:
+            saved = f"in group {then[name]}" if name in then else f"in no group.{nearest(name, then)}"
+            raise CheckpointError(f"{name} is in parameter group {index} of this {title}; it was saved {saved}{same}")
+    missing = [name for name in then if name not in now and (name in here or name not in plan.tensors)]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of the {len(then)} parameters of the saved optimizer are missing in this "
+            f"{title}: {listed(missing)}"
+        )
 
-    title: str
-    members: list[list[str]]
-    options: list[dict[str, Any]]
-    state: dict[str, dict[str, Any]]
-    tensors: set[str]
-    other: dict[Any, Any]
 
-    @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> OptimizerMetadata:
-        """Decode and check. Raises CheckpointError if it is damaged."""
-        try:
-            data = decode(data, where="the optimizer")
-            masters = [str(name) for name in data["masters"]]
-            state = {str(name): dict(keys) for name, keys in data["state"].items()}
-            states = ((f"{name}::{key}", entry) for name, keys in state.items() for key, entry in keys.items())
-            parsed = cls(
-                title=str(data["class"]),
-                members=[[str(name) for name in group["params"]] for group in data["groups"]],
-                options=[dict(group["options"]) for group in data["groups"]],
-                state=state,
-                tensors={tensor for name, entry in states for tensor in _tensors_of(entry, name)}
-                | set(map(master_name, masters)),
-                other=dict(data["other"]),
-            )
-            names = [name for group in parsed.members for name in group]
-            if len(set(names)) != len(names) or not {*state, *masters} <= set(names):
-                raise ValueError("each parameter must be in exactly one group")
-            if any("params" in options for options in parsed.options):
-                raise ValueError("'params' is not an option of a group")
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, CheckpointError) as error:
-            raise CheckpointError(
-                f"the state of the optimizer in the checkpoint is damaged: {reason(error)}"
-            ) from error
-        return parsed
-
-    def check_groups(
-        self, groups: Sequence[Sequence[tuple[str, nn.Parameter]]], here: set[str], plan: Plan, title: str
-    ) -> None:
-        """Raise CheckpointError unless each parameter is in the same group as in the save, in any order.
-
-        ``here``: the names of the parameters of this rank's model. Parameters of other stages are not compared.
-        """
-        same = "\n  Make the same groups as in the run that saved it."
-        if len(self.members) != len(groups):
-            raise CheckpointError(
-                f"the checkpoint holds {len(self.members)} parameter groups of the optimizer; this {title} has "
-                f"{len(groups)}{same}"
-            )
-        then = {name: index for index, names in enumerate(self.members) for name in names}
-        now = {name: index for index, group in enumerate(groups) for name, _ in group}
-        for name, index in now.items():
-            if then.get(name) != index:
-                saved = f"in group {then[name]}" if name in then else f"in no group.{nearest(name, then)}"
-                raise CheckpointError(
-                    f"{name} is in parameter group {index} of this {title}; it was saved {saved}{same}"
-                )
-        missing = [name for name in then if name not in now and (name in here or name not in plan.tensors)]
-        if missing:
-            raise CheckpointError(
-                f"{len(missing)} of the {len(then)} parameters of the saved optimizer are missing in this "
-                f"{title}: {listed(missing)}"
-            )
-
-    def check_names(self, saved: Mapping[str, TensorPlan]) -> None:
-        """Raise CheckpointError unless the checkpoint has exactly the tensors that the metadata names."""
-        missing, unexpected = sorted(self.tensors - {*saved}), [name for name in saved if name not in self.tensors]
-        if missing or unexpected:
-            raise CheckpointError(
-                f"the optimizer in the checkpoint is damaged: {len(missing)} of {len(self.tensors)} tensors are "
-                f"missing, {len(unexpected)} unexpected"
-                + (f"\n  Missing: {listed(missing)}." if missing else "")
-                + (f"\n  Unexpected: {listed(unexpected)}." if unexpected else "")
-            )
+def decoded(data: Mapping[str, Any], saved: Mapping[str, TensorPlan]) -> dict[str, Any]:
+    """Decode the metadata. Raises CheckpointError unless ``saved`` are exactly the tensors that it names."""
+    found: dict[str, Any] = decode(data, where="the optimizer")
+    states = ((f"{name}::{key}", entry) for name, keys in found["state"].items() for key, entry in keys.items())
+    due = {tensor for name, entry in states for tensor in _tensors_of(entry, name)}
+    due |= set(map(master_name, found["masters"]))
+    missing, unexpected = sorted(due - {*saved}), [name for name in saved if name not in due]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the optimizer in the checkpoint is damaged: {len(missing)} of {len(due)} tensors are missing, "
+            f"{len(unexpected)} unexpected"
+            + (f"\n  Missing: {listed(missing)}." if missing else "")
+            + (f"\n  Unexpected: {listed(unexpected)}." if unexpected else "")
+        )
+    return found
 
 
 def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -476,37 +437,16 @@ def master_weights(optimizer: torch.optim.Optimizer, plan: Plan) -> dict[str, to
 class TrainingWeights:
     """Choose the saved tensors that fill the weights of a model in training, for any two precisions.
 
-    The constructor checks the checkpoint and changes nothing.
-
     Args:
         optimizer: The optimizer to load; None loads the model alone.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> None:
         self._manifest, self._step = manifest, step_of(optimizer)
-        try:
-            masters = () if optimizer is None else manifest.training["optimizer"]["masters"]
-            self._saved = {str(name): master_name(name) for name in masters}
-            for parameter, name in self._saved.items():
-                tensor, due = manifest.parts["optimizer"].tensors[name], manifest.tensors[parameter]
-                if due.shape != tensor.shape or tensor.dtype != "float32":
-                    raise ValueError(
-                        f"{name} is {tensor.dtype} {list(tensor.shape)}, {parameter} has {list(due.shape)}"
-                    )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"the state of the optimizer in the checkpoint is damaged: {reason(error)}"
-            ) from error
+        masters = () if optimizer is None else manifest.training["optimizer"]["masters"]
+        self._saved = {name: master_name(name) for name in masters}
         scale = None if self._step is None else self._step.scale
         self._scale = None if scale is None else manifest.training.get(LOSS_SCALE)
-        if scale is not None and self._scale is not None:
-            try:
-                copy.copy(scale).load_state_dict(self._scale)
-            except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise CheckpointError(f"the loss scale in the checkpoint is damaged: {error!r}") from error
 
     def source(self, name: str, dtype: torch.dtype) -> tuple[str, str]:
         """Return the name and the part of the saved tensor that fills a model's tensor of ``dtype``.

@@ -74,20 +74,14 @@ def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int, cp: in
 
     Args:
         saved: The entries of all ranks: ``{"tp": 0, "pp": 0, "dp": 0, "cp": 0, "state": result of take}``.
-
-    Raises:
-        CheckpointError: An entry is damaged, or the entry of the first rank is missing.
     """
-    try:
-        states: dict[tuple[int, int, int], Json] = {
-            (int(entry["tp"]), int(entry["pp"]), int(entry["dp"])): entry["state"]
-            for place in (0, cp)  # the rank's entry comes last and takes precedence
-            for entry in saved
-            if int(entry["cp"]) == place
-        }
-        first = states[0, 0, 0]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: {error!r}") from error
+    states: dict[tuple[int, int, int], Json] = {
+        (entry["tp"], entry["pp"], entry["dp"]): entry["state"]
+        for place in (0, cp)  # the rank's entry comes last and takes precedence
+        for entry in saved
+        if entry["cp"] == place
+    }
+    first = states[0, 0, 0]
     replicas = [state for (t, p, _), state in states.items() if t == p == 0]
     if (0, 0, dp) not in states and any(state != first for state in replicas):
         return _seeded(first, tp, dp)
@@ -130,21 +124,14 @@ def _draw(state: torch.Tensor) -> int:
 
 def _checked(value: Json) -> dict[str, Any]:
     """Decode the states. Raises CheckpointError unless every generator accepts its state."""
-    keys = ("python", "numpy", "torch", "cuda", "streams")
-    if not isinstance(value, Mapping) or set(value) != set(keys):
-        raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: expected the keys {', '.join(keys)}")
-    states: dict[str, Any] = decode(dict(value), where=_WHERE)
+    states: dict[str, Any] = decode(value, where=_WHERE)
     try:
         random.Random().setstate(states["python"])
         np.random.RandomState().set_state(states["numpy"])
         if not 0 <= states["numpy"]["state"]["pos"] <= _MT19937:  # numpy would read beyond its memory
             raise ValueError(f"the position of numpy's generator must be between 0 and {_MT19937}")
         _check(states["torch"], states["cuda"])
-        for name, stream in (states["streams"] or {}).items():
-            if not isinstance(name, str) or set(stream) != {"seed", "cpu", "cuda"}:
-                raise ValueError(f"{name!r} is not a stream")
-            if type(stream["seed"]) is not int or not -(1 << 63) <= stream["seed"] < 1 << 64:
-                raise ValueError(f"the seed of stream {name!r} is {stream['seed']!r}")
+        for stream in (states["streams"] or {}).values():
             _check(stream["cpu"], stream["cuda"])
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: {str(error).splitlines()[0]}") from error
@@ -153,7 +140,5 @@ def _checked(value: Json) -> dict[str, Any]:
 
 def _check(cpu: Any, cuda: Any) -> None:
     torch.Generator().set_state(cpu)
-    if cuda is not None and (not isinstance(cuda, torch.Tensor) or cuda.dtype != torch.uint8):
-        raise ValueError("the state of the GPU's generator must be a tensor of bytes")
     if cuda is not None and (found := accelerator()) is not None:
         torch.Generator(found.type).set_state(cuda)

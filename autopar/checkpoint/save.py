@@ -26,8 +26,8 @@ from autopar.checkpoint.format import PARTS, FileRecord, Manifest, PartFiles, Qu
 from autopar.checkpoint.offline import write_merged
 from autopar.checkpoint.optimizer_state import (
     LOSS_SCALE,
-    OptimizerMetadata,
     OptimizerState,
+    decoded,
     merge_metadata,
     parameters_by_name,
     step_of,
@@ -294,7 +294,7 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
         parts[part] = PartFiles(part, dict(sorted(plans.items())), files.get(part, {}))  # empty tensors have no file
         if part == "optimizer":
             training[part] = merge_metadata([report["optimizer"] for report in reports])
-            OptimizerMetadata.parse(training[part]).check_names(plans)  # so that the save can be loaded
+            decoded(training[part], plans)  # raises unless the save can be loaded
     if reports[0]["random"]:
         training["random_states"] = [report["random"] for report in reports]
     manifest = Manifest(

@@ -39,42 +39,34 @@ _PATIENCE = timedelta(hours=2)
 Copy = TypeVar("Copy")
 
 
-class _Channel:
-    """A separate process group of all ranks, so that messages of the thread never mix with messages of training.
-
-    The thread calls methods of the group: the functions of ``torch.distributed`` raise after
-    ``destroy_process_group``, while the last checkpoint of a script may still be written.
-    """
-
-    def __init__(self, mpu: MPU) -> None:
-        self.rank, self.world_size = mpu.rank, mpu.world_size
-        self.control: dist.ProcessGroup | None = None
-        if mpu.world_size > 1:
-            number_groups_alike(dist.group.WORLD)
-            self.control = dist.new_group(backend="gloo", timeout=_PATIENCE, group_desc="autopar/background")
-            owned_groups(self).append(self.control)
-
-
 class Background:
-    """At most one save of a model that is written during training."""
+    """At most one save of a model that is written during training.
+
+    It has a separate process group of all ranks, so that messages of the thread never mix with messages of training.
+    The thread calls methods of the group: the functions of ``torch.distributed`` raise after ``destroy_process_group``,
+    while the last checkpoint of a script may still be written.
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._channel: _Channel | None = None
+        self.rank, self.world_size = 0, 1
+        self.control: dist.ProcessGroup | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Background:
         return Background()
 
     def start(self, mpu: MPU, copied: Copy, work: Callable[[Ranks, Copy], None]) -> None:
-        """Start ``work(channel, copied)`` in a thread and return. Collective, after :meth:`wait`."""
-        if self._channel is None:
-            self._channel = _Channel(mpu)
-        channel = self._channel
+        """Start ``work(self, copied)`` in a thread and return. Collective, after :meth:`wait`."""
+        self.rank, self.world_size = mpu.rank, mpu.world_size
+        if self.control is None and mpu.world_size > 1:
+            number_groups_alike(dist.group.WORLD)
+            self.control = dist.new_group(backend="gloo", timeout=_PATIENCE, group_desc="autopar/background")
+            owned_groups(self).append(self.control)
 
         def run() -> None:
             try:
-                work(channel, copied)
+                work(self, copied)
             except BaseException as error:
                 self._error = error
                 if mpu.rank == 0:
@@ -98,13 +90,6 @@ class Background:
             kind = f"{type(error).__name__}: " * (not isinstance(error, CheckpointError))
             raise CheckpointError(f"the save in the background failed: {kind}{error}") from error
 
-    def close(self) -> None:
-        """Wait for the current save, and drop the connections."""
-        try:
-            self.wait()
-        finally:
-            self._channel = None
-
 
 STATE = "_autopar_checkpoint"
 
@@ -118,7 +103,7 @@ class State:
         hf_path: The path of the Hugging Face model in the root model; ``""`` if it is the root.
         holders: Tensor name -> the stages that hold it; empty without a pipeline.
         quantized: The plans of quantized weights, which are saved in quantized form or left out (:attr:`adapted`).
-        save_adapters: The function ``save(model, directory, timeout, others)`` for ``adapter_only=True``, called on
+        save_adapters: The function ``save(model, directory, timeout, options)`` for ``adapter_only=True``, called on
             every rank; None without adapters.
         before_merge: Functions that check the model on this rank before a merge, and raise CheckpointError.
     """

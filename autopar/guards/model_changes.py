@@ -31,8 +31,8 @@ from autopar.compat.peft import is_adapted, is_peft_model, tuner_layers
 from autopar.compat.tensors import no_overrides, own_modules, own_parameters
 from autopar.compat.transformers import OWN_ADAPTERS
 from autopar.distributed.mesh import MPU
-from autopar.errors import ConfigError
-from autopar.guards.step import ClassHook, forget, group_call, listen
+from autopar.errors import ConfigError, listed
+from autopar.guards.step import forget, group_call, listen
 from autopar.swap import NotCopied
 
 _WHEN = (
@@ -143,11 +143,10 @@ def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
                     f"shape was {was and list(was)}, and is {list(parameter.shape)}.\n{_WHEN}"
                 )
     if new:
-        more = " ..." if len(new) > 3 else ""
         adapted = next(tuner_layers(model), None)
         raise ConfigError(
             f"{len(new)} parameters were added to {type(model).__name__} after autopar.initialize and are not sharded: "
-            f"{', '.join(new[:3])}{more}\n{_WHEN if adapted is None else _ADAPTERS}"
+            f"{listed(new, 3)}\n{_WHEN if adapted is None else _ADAPTERS}"
         )
 
 
@@ -199,12 +198,12 @@ class WrapperCheck(NotCopied):
         self, model: nn.Module, mpu: MPU, *, shares_experts: bool = False, fully_sharded: bool = False
     ) -> None:
         self.mpu, self._shares, self._fully_sharded = mpu, shares_experts, fully_sharded
-        self._model = weakref.ref(model)
+        self._model, self._kind = weakref.ref(model), type(model)
         self.when_wrapped: Callable[[nn.Module, nn.Module], None] | None = None
         self._handle: Any = None
         if mpu.model.size > 1 or shares_experts or fully_sharded:
             listen(self)
-            self._handle = model.register_forward_pre_hook(ClassHook(model, self._check_fully_sharded))
+            self._handle = model.register_forward_pre_hook(self._check_fully_sharded)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -256,11 +255,14 @@ class WrapperCheck(NotCopied):
                     "DistributedDataParallel, autopar.average_gradients, or zero: {stage: 3}."
                 )
 
-    def _check_fully_sharded(self, model: nn.Module) -> None:
+    def _check_fully_sharded(self, model: nn.Module, _: Any) -> None:
+        if type(model) is self._kind:
+            return
         found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
         for module in model.modules():  # the outermost module's weights are gathered at this point
             found |= meshes_of_fsdp(module)
         _check_meshes(found, self.mpu)
+        self._kind = type(model)  # fully_shard changes it; after an error the next forward checks again
 
     def _is_ours(self, modules: Iterable[nn.Module]) -> bool:
         """Return whether the model, a part of it, or a copy of it is among ``modules``."""
@@ -321,5 +323,4 @@ def _check_ranks(what: str, ranks: Sequence[int], mpu: MPU, remedy: str, *, aver
 
 def listed_ranks(ranks: Sequence[int]) -> str:
     """Return the first eight ranks as text."""
-    first = ", ".join(map(str, ranks[:8]))
-    return f"[{first}{', ...' if len(ranks) > 8 else ''}]"
+    return f"[{listed([*map(str, ranks)], 8)}]"

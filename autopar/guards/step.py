@@ -85,19 +85,6 @@ def _call(method: str, *arguments: Any) -> None:
             getattr(listener, method)(*arguments)
 
 
-class ClassHook:
-    """A forward pre-hook that calls ``then(module)`` if the class of ``module`` has changed, as by ``fully_shard``."""
-
-    def __init__(self, module: nn.Module, then: Callable[[nn.Module], None]) -> None:
-        self._kind, self._then = type(module), then
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        """Compare the class. If ``then`` raises, it is called again in the next forward."""
-        if type(module) is not self._kind:
-            self._then(module)
-            self._kind = type(module)
-
-
 # -- the guard ---------------------------------------------------------------------------------------------------------
 
 

@@ -49,10 +49,8 @@ def install() -> None:
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the number in ``args[0]``."""
     tensor: DTensor = args[0]
-    if all(placement.is_replicate() for placement in tensor.placements):
-        return func(tensor.to_local())
     model, axis = _model_of(tensor)
-    if model is None:
+    if model is None or all(placement.is_replicate() for placement in tensor.placements):
         return func(tensor.to_local())
     place = place_of_user()
     if place not in model.read:

@@ -77,10 +77,7 @@ class RangeFile(Closing):
         return self._handle
 
     def _state(self, handle: int) -> tuple[int, int]:
-        try:
-            found = os.fstat(handle)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        found = os.fstat(handle)
         return found.st_size, found.st_mtime_ns
 
     def size(self) -> int:

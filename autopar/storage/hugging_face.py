@@ -43,7 +43,7 @@ from autopar.storage.lazy_tensor import (
     reshaped,
     unsqueezed,
 )
-from autopar.storage.safetensors_io import SafetensorsReader, nbytes
+from autopar.storage.safetensors_io import SafetensorsReader
 from autopar.tensor_tracking import written_in_place
 
 _ATEN = torch.ops.aten
@@ -70,8 +70,8 @@ def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLik
             reader = SafetensorsReader(path)
             tensors |= {name: reader.lazy(name) for name in reader.entries}
         elif zipfile.is_zipfile(path):
-            size, data = path.stat().st_size, RangeFile(path)
-            tensors |= {n: _of_storage(n, tensor, data, size) for n, tensor in _unpickled(path, "meta").items()}
+            data = RangeFile(path)
+            tensors |= {name: _of_storage(name, tensor, data) for name, tensor in _unpickled(path, "meta").items()}
         else:  # a file of torch before 1.6, which must be read at once, or not a checkpoint
             tensors |= {name: InMemory(tensor) for name, tensor in _unpickled(path, "cpu").items()}
     return tensors
@@ -104,7 +104,7 @@ def _unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
     return {str(name): tensor.detach() for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
-def _of_storage(name: str, tensor: torch.Tensor, file: RangeFile, size: int) -> LazyTensor:
+def _of_storage(name: str, tensor: torch.Tensor, file: RangeFile) -> LazyTensor:
     storage = tensor.untyped_storage()
     begin: int | None = getattr(storage, "_checkpoint_offset", None)
     if begin is None:
@@ -119,8 +119,6 @@ def _of_storage(name: str, tensor: torch.Tensor, file: RangeFile, size: int) -> 
             f"{list(tensor.stride())}\n"
             "  Load the model with transformers' from_pretrained and pass it to autopar.initialize."
         )
-    if start + nbytes(tensor.dtype, tuple(tensor.shape)) > size:
-        raise CheckpointError(f"{file.path} is truncated: its {size} bytes end before {name}")
     lazy: LazyTensor = Stored(file, start, tensor.dtype, stored.shape)
     return lazy if order == sorted(order) else permuted(lazy, [order.index(dim) for dim in range(tensor.ndim)])
 

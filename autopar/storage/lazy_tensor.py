@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from autopar.errors import CheckpointError
 from autopar.layout import Layout, Range
 from autopar.plan.plan import Piece
 from autopar.storage.files import RangeFile
@@ -113,8 +112,11 @@ class Stored(LazyTensor):
         direct = out.device.type == "cpu" and out.dtype == self.dtype and not out.is_conj() and not out.is_neg()
         if direct and out.detach()[(0,) * inner].is_contiguous():
             self._read_runs(out, box, inner)
-        else:
-            self._read_over(out, box)
+            return
+        for place, part in parts_of(box, self.dtype.itemsize):  # another dtype, a GPU, or other strides
+            buffer = torch.empty([high - low for low, high in part], dtype=self.dtype, device="cpu")
+            self._read_runs(buffer, part, self._run_dim(part))
+            out[place].copy_(buffer)
 
     def _run_dim(self, box: Box) -> int:
         return max((dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])), default=0)
@@ -130,13 +132,6 @@ class Stored(LazyTensor):
             steps = [(i * here * size, i * there * size) for i in range(high - low)]
             places = [(at + step, offset + further) for at, offset in places for step, further in steps]
         self.file.read_runs(memory(out), places, length)
-
-    def _read_over(self, out: torch.Tensor, box: Box) -> None:
-        """Read through a small buffer: another dtype, a GPU, or other strides."""
-        for place, part in parts_of(box, self.dtype.itemsize):
-            buffer = torch.empty([high - low for low, high in part], dtype=self.dtype, device="cpu")
-            self._read_runs(buffer, part, self._run_dim(part))
-            out[place].copy_(buffer)
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -215,7 +210,7 @@ class View(LazyTensor):
         self, base: LazyTensor, shape: Sequence[int], dims: Sequence[int | None], starts: Sequence[int]
     ) -> None:
         super().__init__(shape, base.dtype, [base])
-        self.base, self.dims, self.starts = base, tuple(dims), tuple(starts)
+        self.dims, self.starts = tuple(dims), tuple(starts)
         self._kept = [dim for dim in self.dims if dim is not None]
 
     def slabs(self, limit: int) -> Iterator[Box]:
@@ -233,7 +228,7 @@ class View(LazyTensor):
         ranges = {dim: wanted for dim, wanted in zip(self.dims, box, strict=True) if dim is not None}
         pairs = (ranges.get(dim, (0, 1)) for dim in range(len(self.starts)))
         moved = ((start + low, start + high) for start, (low, high) in zip(self.starts, pairs, strict=True))
-        self.base.read_into(part, tuple(moved))
+        self.bases[0].read_into(part, tuple(moved))
 
 
 def narrowed(base: LazyTensor, dim: int, start: int, stop: int) -> LazyTensor:
@@ -260,14 +255,13 @@ class Converted(LazyTensor):
 
     def __init__(self, base: LazyTensor, dtype: torch.dtype) -> None:
         super().__init__(base.shape, dtype, [base])
-        self.base = base
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         if out.dtype == self.dtype:
-            self.base.read_into(out, box)
+            self.bases[0].read_into(out, box)
             return
         between = torch.empty(out.shape, dtype=self.dtype, device="cpu")
-        self.base.read_into(between, box)
+        self.bases[0].read_into(between, box)
         out.copy_(between)
 
 
@@ -295,7 +289,7 @@ def lazy_view(full: LazyTensor, shape: Sequence[int], stride: Sequence[int], off
 def reshaped(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor:
     """Return the tensor with dims split or folded."""
     if isinstance(lazy, Converted):
-        return Converted(reshaped(lazy.base, shape), lazy.dtype)
+        return Converted(reshaped(lazy.bases[0], shape), lazy.dtype)
     return Stored(lazy.file, lazy.offset, lazy.dtype, shape) if isinstance(lazy, Stored) else Reshaped(lazy, shape)
 
 
@@ -353,9 +347,6 @@ def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> La
     Args:
         of: The name of the stored tensor of which the piece is a view, unless it is joined.
         stored: A function that opens a stored tensor by name.
-
-    Raises:
-        CheckpointError: The piece exceeds its tensor.
     """
     if piece.joined is None and not of:
         return InMemory(torch.zeros(piece.shape, dtype=torch.bool))  # promotes to any other dtype
@@ -366,9 +357,4 @@ def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> La
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         whole = Joined([part if part.dtype == dtype else Converted(part, dtype) for part in parts], piece.joined.dim)
     part = lazy_view(whole, piece.shape, piece.stride, piece.offset)
-    if part is not None:
-        return part
-    try:
-        return InMemory(piece.of(whole.read()).clone())
-    except RuntimeError as error:
-        raise CheckpointError(f"the manifest has a wrong description of {piece.name}: {error}") from error
+    return InMemory(piece.of(whole.read()).clone()) if part is None else part

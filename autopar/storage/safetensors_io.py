@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from safetensors import SafetensorError, safe_open
 
 from autopar.errors import CheckpointError
 from autopar.storage.files import Closing, OutputFile, RangeFile, checksum
@@ -40,7 +41,6 @@ _CODES: dict[str, torch.dtype] = {
 }
 _CODE_OF = {dtype: code for code, dtype in _CODES.items()}
 _RANK = {code: rank for rank, code in enumerate(_CODES)}
-_MAX_HEADER = 100_000_000
 _CHUNK = 1 << 20  # bytes that are copied or verified at a time; fits into a core's cache
 
 
@@ -90,7 +90,8 @@ class SafetensorsWriter(Closing):
         for name, (dtype, _) in self._tensors.items():
             if dtype not in _CODE_OF:
                 raise CheckpointError(f"{name} has dtype {dtype_name(dtype)}, which safetensors does not support")
-        self.order = self.sorted_names({name: dtype for name, (dtype, _) in self._tensors.items()})
+        dtypes = {name: dtype for name, (dtype, _) in self._tensors.items()}
+        self.order = sorted(dtypes, key=lambda name: (-_RANK[_CODE_OF[dtypes[name]]], name))
         self.checksums: dict[str, str] = {}
         self._next = iter(self.order)
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # reused: allocating is slower than copying
@@ -107,11 +108,6 @@ class SafetensorsWriter(Closing):
         text = len(text).to_bytes(8, "little") + text
         self.header = checksum(text)
         self._file.append(text)
-
-    @staticmethod
-    def sorted_names(dtypes: Mapping[str, torch.dtype]) -> list[str]:
-        """Return the order in which a file holds tensors of these dtypes."""
-        return sorted(dtypes, key=lambda name: (-_RANK[_CODE_OF[dtypes[name]]], name))
 
     def _is_next(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         if name != next(self._next, None) or (dtype, shape) != self._tensors[name]:
@@ -156,45 +152,25 @@ class SafetensorsReader(Closing):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = RangeFile(path)
-        self.header = ""
+        self._file.size()  # raises if the file cannot be opened
         try:
-            self.metadata, self.entries = self._read_header()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            said = f"its header lacks {error}, or {error} is unknown" if isinstance(error, KeyError) else str(error)
+            with safe_open(path, "pt"):  # checks the header, and that its tensors fill the file
+                self.metadata, self.entries = self._read_header()
+        except (SafetensorError, KeyError) as error:
+            said = f"{error} is not a supported dtype" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"{path} is not a complete safetensors file: {said}") from error
 
     def _read_header(self) -> tuple[dict[str, str], dict[str, TensorLocation]]:
-        if (size := self._file.size()) < 8:
-            raise ValueError(f"expected more than 8 bytes, got {size}")
         start = bytearray(8)
         self._file.read_into(memoryview(start), 0)
-        length = int.from_bytes(start, "little")
-        begin = 8 + length
-        if length > _MAX_HEADER or begin > size:
-            raise ValueError(f"expected a header of {begin} bytes, got a file of {size} bytes")
-        text = bytearray(length)
+        text = bytearray(int.from_bytes(start, "little"))
         self._file.read_into(memoryview(text), 8)
         self.header = checksum(bytes(start + text))
         header = json.loads(text)
-        if not isinstance(header, dict):
-            raise ValueError("its header must be a JSON object")
-        metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
-        entries: dict[str, TensorLocation] = {}
+        metadata, begin, entries = header.pop("__metadata__", None) or {}, 8 + len(text), {}
         for name, entry in header.items():
-            dtype, shape = _CODES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
-            first, last = (int(offset) for offset in entry["data_offsets"])
-            if min(shape, default=0) < 0 or first < 0 or last - first != nbytes(dtype, shape):
-                raise ValueError(f"the sizes of {name} in its header contradict each other")
-            if begin + last > size:
-                raise ValueError(f"it ends before {name}: expected at least {begin + last} bytes, got {size}")
-            entries[name] = TensorLocation(dtype, shape, begin + first, begin + last)
-        reached = begin
-        for name, at in sorted(entries.items(), key=lambda item: item[1].start):
-            if at.start != reached:
-                raise ValueError(f"{name} must begin at byte {reached}, after the tensor before it; got {at.start}")
-            reached = at.stop
-        if reached != size:
-            raise ValueError(f"its tensors end at byte {reached}, the file at {size}")
+            first, last = entry["data_offsets"]
+            entries[name] = TensorLocation(_CODES[entry["dtype"]], tuple(entry["shape"]), begin + first, begin + last)
         return metadata, entries
 
     def lazy(self, name: str) -> Stored:

@@ -1,6 +1,5 @@
 """Damaged checkpoints: each damage is refused by name, and ``check_checkpoint`` lists all of them."""
 
-import copy
 import os
 import random
 import shutil
@@ -21,7 +20,6 @@ from tests.checkpoint.tiny import (
     flip,
     local,
     moment,
-    places,
     rewrite_manifest,
     same,
     save_alone,
@@ -86,11 +84,6 @@ def shard(data, tp=0):
     return model(data)["files"][f"model-tp{tp}-pp0.safetensors"]
 
 
-def gates(data, *ends):
-    """Another layout of the tensor named gate."""
-    model(data)["tensors"]["gate"]["layout"]["blocks"][0]["shares"] = list(ends)
-
-
 def renamed(data, name, **record):
     model(data)["files"][name] = {**model(data)["files"].pop(SHARD), **record}
 
@@ -104,32 +97,12 @@ def renamed(data, name, **record):
         (lambda d: d["parts"].pop("model"), "damaged: 'model' is missing"),
         (lambda d: d["parts"].update(models=model(d)), "got 'models'"),
         (lambda d: d.pop("save_id"), "damaged: 'save_id' is missing"),
-        (lambda d: d.update(mesh=3), "damaged"),
-        (lambda d: d["mesh"].update(tensor_parallel_size=0), "damaged: the sizes of the mesh"),
-        (lambda d: d["mesh"].update(data_parallel_size=10**9), "damaged: the sizes of the mesh"),
-        (lambda d: d["mesh"].update(dict.fromkeys(TP, 3)), "a layout is for 2 ranks in a mesh of 3"),
-        (lambda d: d["mesh"].update(dict.fromkeys(TP, 1)), "is outside of the mesh"),
-        (lambda d: model(d).update(tensors=[]), "damaged"),
-        (lambda d: model(d)["tensors"]["gate"].update(dtype="object"), "damaged: 'object' is not a dtype"),
-        (lambda d: model(d)["tensors"]["gate"].update(shape=[8, 3]), "damaged: the layout of gate"),
         (lambda d: model(d)["tensors"]["gate"].update(saved_as="proj.weight"), "two tensors are saved as proj.weight"),
         (lambda d: d["along"].update({"../config.json": "0" * 16}), r"names the file '\.\./config\.json'"),
-        (lambda d: d["along"].update({"/etc/passwd": "0" * 16}), "names the file '/etc/passwd'"),
-        (lambda d: shard(d).update(header_xxh3=".."), "got '..'"),
         (lambda d: renamed(d, "../x.safetensors"), r"the file name '\.\./x\.safetensors' does not match its record"),
-        (lambda d: renamed(d, "model-tp7-pp0.safetensors", tp=7), r"tp7-pp0.* is outside of the mesh \(2, 1, 1\)"),
-        (lambda d: renamed(d, "model-tp1-pp0-dp3.safetensors", dp=3), "tp1-pp0-dp3.* is outside of the mesh"),
-        (lambda d: gates(d, [0, 3], [4, 7]), "no rank holds unit 3 of 7 ffn"),
-        (lambda d: gates(d, [0, 3], [3, 5], [5, 7]), "a layout is for 3 ranks in a mesh of 2"),
-        (lambda d: [shard(d, tp)["xxh3"].pop("gate") for tp in (0, 1)], "no file holds row 0 of gate on tensor-"),
         (lambda d: shard(d)["xxh3"].pop("gate"), "no file holds row 0 of gate on"),
         (lambda d: shard(d, 1)["xxh3"].update(step="0" * 16), "several files hold row 0 of step on tensor-parallel"),
         (lambda d: shard(d)["rows"].update(gate=(0, 3)), "no file holds row 3 of gate on tensor-parallel rank 0"),
-        (lambda d: shard(d)["rows"].update(gate=(1, 4)), "no file holds row 0 of gate on tensor-parallel rank 0"),
-        (lambda d: shard(d)["rows"].update(gate=(0, 5)), "several files hold row 4 of gate on tensor-parallel rank 0"),
-        (lambda d: shard(d)["rows"].update(gate=(-1, 4)), "several files hold row -1 of gate"),
-        (lambda d: shard(d)["rows"].update(gate=(0,)), "damaged: not enough values"),
-        (lambda d: shard(d)["xxh3"].update(stranger="0" * 16), "holds stranger, which is not a tensor of the model"),
     ],
 )
 def test_a_manifest_that_contradicts_itself(tmp_path, change, message):
@@ -166,13 +139,6 @@ def test_a_manifest_that_was_changed(tmp_path):
     for text in (b"", b"{", b"\xff\xfe", b"[" * 100_000):
         (tmp_path / "autopar.json").write_bytes(text)
         refused(r"autopar\.json")
-
-
-def test_a_header_that_contradicts_the_manifest(tmp_path):
-    save_alone(tmp_path, 2)
-    rewrite_manifest(tmp_path, lambda d: (model(d)["tensors"]["norm.weight"].update(dtype="float16"), d)[1])
-    with pytest.raises(CheckpointError, match=r"expected float16 \[4\] \(autopar.json\), got bfloat16 \[4\]"):
-        merge_checkpoint(tmp_path, tmp_path / "merged")
 
 
 def test_folders_that_are_no_checkpoint(tmp_path):
@@ -243,8 +209,7 @@ def test_a_file_without_tensors_is_looked_at_too(tmp_path):
     assert len(check_checkpoint(tmp_path / "many")["problems"]) == 2
 
 
-COUNT = 150
-VALUES = [None, True, -1, 0, 1, 2**70, 1e308, float("nan"), "", "x", "../x", "0" * 16, [], {}, [[0, 1]], {"$": "tuple"}]
+COUNT = 75
 BYTES = ["flip", "flip", "truncate", "append", "scramble"]
 
 
@@ -265,29 +230,6 @@ def damage_bytes(draw: random.Random, path: Path) -> str | None:
         data = bytearray(draw.randbytes(len(data)))
     path.write_bytes(data)
     return next((name for name, entry in entries.items() if entry.start <= at < entry.stop), None)
-
-
-def edited(draw: random.Random, data: Any) -> Any:
-    """One random edit somewhere in the manifest, at every depth as often."""
-    everywhere = list(places(data))
-    depth = draw.choice(sorted({len(path) for path in everywhere}))
-    *path, key = draw.choice([path for path in everywhere if len(path) == depth])
-    holder = data
-    for step in path:
-        holder = holder[step]
-    old = copy.deepcopy(holder[key])
-    way = draw.choice(["remove", "replace", "more"] + (["rename"] if isinstance(holder, dict) else ["repeat"]))
-    if way == "more" and type(old) is int:
-        holder[key] += draw.choice([-1, 1, 100])
-    elif way == "remove":
-        del holder[key]
-    elif way == "rename":
-        holder[draw.choice(["x", f"{key}x", "../x"])] = holder.pop(key)
-    elif way == "repeat":
-        holder.insert(key, old)
-    else:
-        holder[key] = draw.choice([value for value in VALUES if value != old or type(value) is not type(old)])
-    return data
 
 
 def training(seed: int) -> dict[str, Any]:
@@ -335,18 +277,14 @@ def test_every_damage_is_found(tmp_path: Path, alone: MPU) -> None:
     plain = save_alone(tmp_path / "good", 2, pp=2, optimizer=True, **training(0))
     folder, merged = tmp_path / "ckpt", tmp_path / "merged"
     is_what_was_saved(load(alone, tmp_path / "good"), plain)
-    harmless = named = 0
+    named = 0
     for number in range(COUNT):
         draw = random.Random(number)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(merged, ignore_errors=True)
         shutil.copytree(tmp_path / "good", folder)
-        name, tensor, forged = "autopar.json", None, number % 4 == 0
-        if number % 4 < 2:
-            rewrite_manifest(folder, lambda data, draw=draw: edited(draw, data), checksum_too=forged)
-        else:
-            name = draw.choice(sorted(name for name in os.listdir(folder) if name.endswith((".safetensors", ".json"))))
-            tensor = damage_bytes(draw, folder / name)
+        name = draw.choice(sorted(name for name in os.listdir(folder) if name.endswith((".safetensors", ".json"))))
+        tensor = damage_bytes(draw, folder / name)
         loaded: list[Any] = []
         said = {
             "check": refused(lambda: check_checkpoint(folder)),
@@ -355,9 +293,6 @@ def test_every_damage_is_found(tmp_path: Path, alone: MPU) -> None:
         }
         if loaded:
             is_what_was_saved(loaded[0], plain)
-        if forged:
-            harmless += not said["load"]
-            continue
         others = {"merge"} if name.startswith(("optimizer", "extra")) else set()
         unconcerned = {"load"} if name == "config.json" else others
         for who, text in said.items():
@@ -366,12 +301,4 @@ def test_every_damage_is_found(tmp_path: Path, alone: MPU) -> None:
             assert text is None or (name in text and (tensor is None or tensor in text)), case
         named += tensor is not None
         assert merged.exists() == (said["merge"] is None), number
-    assert 0 < harmless < COUNT / 8 and named > COUNT / 10, (harmless, named)
-
-
-def test_extra_that_is_not_a_dict_is_refused_before_weights_are_loaded(tmp_path: Path, alone: MPU) -> None:
-    folder = tmp_path / "ckpt"
-    save_alone(folder, 2, pp=2, optimizer=True, **training(0))
-    rewrite_manifest(folder, lambda data: {**data, "training": {**data["training"], "extra": [1]}})
-    with pytest.raises(CheckpointError, match="is damaged: extra must be a dict, got list"):
-        load(alone, folder)
+    assert named > COUNT / 10

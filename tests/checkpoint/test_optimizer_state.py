@@ -3,7 +3,6 @@
 import copy
 import functools
 import math
-import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +33,6 @@ from tests.checkpoint.optimizers import (
 )
 from tests.checkpoint.refusals import refusals
 from tests.checkpoint.test_plain_data import same
-from tests.checkpoint.tiny import places
 from tests.harness.tiers import in_tier
 from tests.small import gpt2
 
@@ -202,9 +200,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     moved = optim.AdamW([{"params": [*first, second[-1]]}, {"params": second[:-1]}])
     name = "transformer.wpe.weight::exp_avg"
     less = {key: value for key, value in tensors.items() if key != name}
-    smuggled, twice = copy.deepcopy(facts), copy.deepcopy(facts)
-    smuggled["groups"][0]["options"]["params"] = []
-    twice["groups"][0]["params"] *= 2
     rows: list[tuple[str, str, optim.Optimizer, Any, Any]] = [
         ("class", "holds the state of torch.optim.adamw.AdamW; got a torch.optim.sgd.SGD",
          optim.SGD(model.parameters()), facts, saved),
@@ -219,8 +214,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
          optimizer, by_two, {**tensors, "ghost::exp_avg": tensors[name]}),
         ("shape", rf"{name} has shape \[3, 36\] in the checkpoint, .* has \[32, 36\]",
          optimizer, by_two, {**tensors, name: TensorPlan(name, (3, 36), "float32")}),
-        *((f"facts {number}", "is damaged", optimizer, wrong, saved)
-          for number, wrong in enumerate((None, [], {}, smuggled, twice))),
     ]  # fmt: skip
     before = {row: copy.deepcopy(given.state_dict()) for row, _, given, *_ in rows}
 
@@ -248,21 +241,6 @@ def test_state_from_before_the_model_was_cut_is_refused():
     words = r"'sum' of transformer.wte.weight of shape \[131, 36\].*holds, \[66, 36\]"
     with pytest.raises(CheckpointError, match=words):
         take(optimizer, model, plan, 0)
-
-
-def test_damaged_facts_never_end_in_another_error():
-    (model, optimizer), plan, (facts, saved, _) = adam()
-    tried = refused = 0
-    for *path, key in places(facts):
-        for junk in (None, -1, "x", [], {"$": "tuple"}, [[1]], {"params": 1}):
-            broken = copy.deepcopy(facts)
-            functools.reduce(operator.getitem, path, broken)[key] = junk
-            tried += 1
-            try:
-                prepare(optimizer, model, plan, 0, broken, saved)
-            except CheckpointError:
-                refused += 1
-    assert refused > tried / 7  # options may be anything
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ import autopar
 from autopar.checkpoint import ShardedDict
 from autopar.checkpoint.offline import reshard_checkpoint
 from autopar.checkpoint.shards import check_checkpoint
-from autopar.errors import CheckpointError, ConfigError
+from autopar.errors import ConfigError
 from autopar.features.user_code.reads import ShardedTensor
 from tests.checkpoint.hybrid import OF_FOUR, OF_TWO, Mesh, Run
 from tests.checkpoint.loading import shared
 from tests.checkpoint.refusals import refusals
 from tests.checkpoint.test_plain_data import same
-from tests.checkpoint.tiny import local as tensors_of, rewrite_manifest, state_tensors
+from tests.checkpoint.tiny import local as tensors_of, state_tensors
 from tests.exchange import raises_everywhere
 from tests.harness.worlds import pooled
 from tests.small import gpt2, parallel
@@ -202,9 +202,9 @@ def _differing(model: Any) -> list[tuple[str, Any, tuple[str, ...]]]:
     return [
         ("a number", {"epoch": 3, "loss": 0.5 + rank},
          ("differs between ranks in 1 of 2 places: extra.loss is 0.5 on rank 0 and 1.5 on", "All places: extra.loss.")),
-        ("a tensor", {"w": torch.arange(6.0) + rank}, ("extra.w is a tensor [6] of float32 on rank 0 and another on",)),
+        ("a tensor", {"w": torch.arange(6.0) + rank}, ("extra.w is a tensor [6] of float32 with the sum",)),
         ("a key", {"x": 1} if rank else {"y": [1], "x": 1}, ("extra.y is [1] on rank 0 and missing on rank 1",)),
-        ("text", {"t": "same" * 99 + str(rank)}, (r"extra.t is ", "and another on rank 1")),
+        ("text", {"t": "same" * 99 + str(rank)}, ("extra.t is \"same", "on rank 0 and \"same", "on rank 1")),
         ("a list of shards", {"ema": list(ema.values())}, ("in 13 of 29 places: extra.ema[0] is a tensor [66, 36]",)),
         ("other names", {"ema": {f"module.{name}": p for name, p in ema.items()}},
          ("places: extra.ema['module.transformer.wte.weight'] is a tensor [", "ShardedDict {name: tensor}")),
@@ -238,23 +238,3 @@ def test_what_differs_between_ranks_is_not_saved_as_rank_0_has_it(tmp_path):
     free.from_parallelized(tmp_path / "free", extra=found)
     assert found["rank"] == 0
     assert all(torch.equal(found["ema"][name] * 2, p) for name, p in free.named_parameters())
-
-
-@pooled(world_size=1)
-def test_what_is_damaged_in_the_manifest_is_refused(tmp_path):
-    model = parallel(gpt2(), 1)
-    before = [p.detach().clone() for p in model.parameters()]
-    for number, change in enumerate(
-        (lambda tensors, name: tensors[name].update(shape=[3], layout=None), lambda tensors, name: tensors.pop(name))
-    ):
-        folder = tmp_path / str(number)
-        model.save_parallelized(folder, extra=averages(model))
-
-        def edit(data: Any, change: Any = change) -> Any:
-            change(data["parts"]["extra"]["tensors"], "transformer.ln_f.weight::extra.ema")
-            return data
-
-        rewrite_manifest(folder, edit)
-        with raises_everywhere(CheckpointError, "damaged"):
-            model.from_parallelized(folder, extra={})
-    assert all(map(torch.equal, before, model.parameters()))

@@ -252,14 +252,6 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(data)
 
 
-def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to all values inside of dicts and lists."""
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in items:
-        yield (*path, key)
-        yield from places(value, (*path, key))
-
-
 def contents(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, by part and name."""
     with ShardReader(folder, ("model", "optimizer", "extra")) as shards:

@@ -166,7 +166,12 @@ def _ulysses(state: RowState, rows: Layout, call: _Call) -> torch.Tensor:
     query = exchange(call.query, axis, of_queries, rows, to_heads=True)  # [batch, heads/cp, rows, head_dim]
     key, value = (exchange(x, axis, of_keys, rows, to_heads=True) for x in (call.key, call.value))
     if kv_heads < axis.size and query.shape[1]:
-        key, value, groups = _of_groups(call.module, key, value, groups, of_queries.ranges(axis.rank)[0])
+        low, high = of_queries.ranges(axis.rank)[0]
+        if key.shape[1] == 1 and "num_key_value_groups" in vars(call.module):
+            groups = high - low
+        else:  # one key for each query head, because the rank may hold partial groups
+            place = torch.tensor([head // groups - low // groups for head in range(low, high)], device=key.device)
+            key, value, groups = key.index_select(1, place), value.index_select(1, place), 1
     full = {name: state.full_of(x) for name, x in call.given.items() if isinstance(x, torch.Tensor)}  # positions
     given = call.given | full
     given |= {name: _of_heads(given[name], of_queries, axis.rank) for name in (*_PER_HEAD, *_BIASES) if name in given}
@@ -178,17 +183,6 @@ def _ulysses(state: RowState, rows: Layout, call: _Call) -> torch.Tensor:
         out = (query + 0 * (key.sum() + value.sum())).transpose(1, 2)[..., : value.shape[-1]]
     out = exchange(out.transpose(1, 2), axis, of_queries, rows, to_heads=False)
     return out.transpose(1, 2).contiguous()
-
-
-def _of_groups(
-    module: nn.Module, key: torch.Tensor, value: torch.Tensor, groups: int, held: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return keys and values for the query heads ``held``, and the number of heads per key (1 for partial groups)."""
-    low, high = held
-    if key.shape[1] == 1 and "num_key_value_groups" in vars(module):
-        return key, value, high - low
-    place = torch.tensor([head // groups - low // groups for head in range(low, high)], device=key.device)
-    return key.index_select(1, place), value.index_select(1, place), 1
 
 
 def _of_heads(x: Any, layout: Layout, rank: int) -> Any:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from autopar.distributed.collectives import all_gather, even_layout
 from autopar.distributed.failures import waiting
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
@@ -234,17 +233,15 @@ def gather_for_metrics(
     """
     batches, dp = [values] if isinstance(values, torch.Tensor) else list(values), mpu.dp
     uniform = len({(x.shape[1:], x.dtype) for x in batches}) == 1 and all(x.ndim for x in batches)
-    mine = torch.cat([x.detach().to(mpu.device) for x in batches]) if uniform else None
-    forms: list[Any] = [(0, (), None)] * dp.size
-    forms[dp.rank] = forms[dp.rank] if mine is None else (len(mine), tuple(mine.shape[1:]), mine.dtype)
+    mine = torch.cat([x.detach().cpu() for x in batches]) if uniform else torch.empty(0)
+    everyone: list[Any] = [mine] * dp.size
     if dp.size > 1:
         with waiting(mpu, "gather_for_metrics", dp.ranks):
-            dist.all_gather_object(forms, forms[dp.rank], group=dp.group)
-    counts = [form[0] for form in forms]
+            dist.all_gather_object(everyone, mine, group=dp.group)
+    counts, kinds = [len(x) for x in everyone], {(x.shape[1:], x.dtype) for x in everyone if len(x)}
     total = sum(counts)
-    kinds = {form[1:] for form in forms if form[0]}
     if len(kinds) != 1 or counts != [len(range(place, total, dp.size)) for place in range(dp.size)]:
-        found = ", ".join(f"{count} of {list(shape)} {dtype}" for count, shape, dtype in forms)
+        found = ", ".join(f"{len(x)} of {list(x.shape[1:])} {x.dtype}" for x in everyone)
         raise ConsistencyError(
             f"gather_for_metrics: the replicas have {found} values.\n  Each replica must pass one value per sample of "
             "autopar.prepare_dataloader, [samples, ...], with one shape and dtype."
@@ -255,13 +252,10 @@ def gather_for_metrics(
             "  Pass the values of a complete pass. If prepare_dataloader has drop_last=True, remove it."
         )
     ((shape, dtype),) = kinds
-    own = torch.zeros(max(counts), *shape, dtype=dtype, device=mpu.device)
-    if mine is not None:
-        own[: len(mine)] = mine
-    if dp.size > 1:
-        with waiting(mpu, "gather_for_metrics", dp.ranks):
-            own = all_gather(own, dp, even_layout(len(own) * dp.size, dp.size), 0)
-    return own.unflatten(0, (dp.size, -1)).transpose(0, 1).flatten(0, 1)[:total][:samples]  # sample by sample
+    full = torch.empty(total, *shape, dtype=dtype, device=mpu.device)
+    for place in range(min(total, dp.size)):
+        full[place :: dp.size] = everyone[place]  # sample by sample
+    return full[:samples]
 
 
 class ResumableSampler(DistributedSampler[Any]):

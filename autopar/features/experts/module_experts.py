@@ -80,11 +80,7 @@ class Calls:
                 buffer.copy_(earlier)
         written = next((call for call in self._made if version_of(call.rows) != call.version), None)
         if written is not None:
-            raise ConfigError(
-                f"expert_parallel_size is not supported with {self._path}: it changes the input "
-                f"{list(written.rows.shape)} of expert {written.number} in place.\n"
-                "  Let it make a new tensor, or remove expert_parallel_size: then each expert is sharded."
-            )
+            raise self._refusal(f"it changes the input {list(written.rows.shape)} of expert {written.number} in place")
         return out
 
     def rows(self, place: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,20 +93,12 @@ class Calls:
         width = like.shape[-1]
         other = next((call.rows for call in calls if call.rows.shape[-1] != width), None)
         if other is not None:
-            raise ConfigError(
-                f"expert_parallel_size is not supported with {self._path}: expected {width} features, as in its input, "
-                f"for its experts, got {other.shape[-1]}\n"
-                "  Remove expert_parallel_size: then each expert is sharded."
-            )
+            raise self._refusal(f"expected {width} features, as in its input, for its experts, got {other.shape[-1]}")
         parts = [call.rows.reshape(-1, width) for call in calls] or [like.reshape(-1, width)[:0]]
         numbers = torch.tensor([call.number for call in calls], dtype=torch.long)
         counts = torch.tensor([len(part) for part in parts[: len(calls)]], dtype=torch.long)
         ids = numbers.repeat_interleave(counts).to(like.device)
         return torch.cat(parts), ids
-
-    def without_rows(self, place: int) -> frozenset[int]:
-        """Return the experts of one list that were called with zero rows; some code calls all experts."""
-        return frozenset(call.number for call in self._made if call.place == place and not call.rows.numel())
 
     def take(self, outputs: Sequence[torch.Tensor]) -> None:
         """Store the outputs of the experts for the rows of each list, ``[rows, hidden]``."""
@@ -140,10 +128,7 @@ class Calls:
     def _note(self, place: int, number: int, call: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(rows, torch.Tensor) or not rows.ndim:
-            raise ConfigError(
-                f"expert_parallel_size is not supported with {self._path}: it must call its experts with one "
-                "positional tensor, [..., hidden]\n  Remove expert_parallel_size: then each expert is sharded."
-            )
+            raise self._refusal("it must call its experts with one positional tensor, [..., hidden]")
         device = rows.device.type
         kind = torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
         dtype = rows.dtype if kind is None else kind
@@ -175,9 +160,12 @@ class Calls:
         return out
 
     def _another(self) -> ConfigError:
+        return self._refusal("it must call its experts the same way when its forward runs twice")
+
+    def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"expert_parallel_size is not supported with {self._path}: it must call its experts the same way when its "
-            "forward runs twice\n  Remove expert_parallel_size: then each expert is sharded."
+            f"expert_parallel_size is not supported with {self._path}: {reason}\n"
+            "  Remove expert_parallel_size: then each expert is sharded."
         )
 
 
@@ -289,7 +277,8 @@ def _run(caller: Any, lists: Sequence[Any], forward: Callable[..., Any], args: t
         rows, ids = calls.rows(place, like)
         if weight is not None and torch.is_grad_enabled() and not rows.requires_grad:
             rows = _Present.apply(rows, weight)
-        experts._called, experts._inside = calls.without_rows(place), inside
+        empty = (call.number for call in calls._made if call.place == place and not call.rows.numel())
+        experts._called, experts._inside = frozenset(empty), inside  # some code calls all experts
         outputs.append(experts.computed(rows, ids) if experts is caller else experts(rows, ids))
     calls.take(outputs)
     out = calls.replay(forward, args, kwargs)

@@ -82,19 +82,14 @@ def shard_by_expert(
         elif holder and match.rule.kind == "once" and isinstance(match.module, nn.Module):
             result.append(replace(match, rule=Rule(_NO_EXPERT, match.rule.where), rules=_no_expert))
         elif holder and isinstance(match.module, torch.Tensor):
-            parts = _stacked(match, str(mixtures[holder].rule.by_expert))
+            unit = str(mixtures[holder].rule.by_expert)
+            count, rows = match.count(unit), match.module.shape[0]
+            beyond = match.rule.repeat is None and count is not None and rows > count  # rows that no expert reads
+            parts = (UnitRun(unit, "1"), UnitRun(HIDDEN)) if beyond else (UnitRun(unit),)
             result.append(replace(match, rule=Rule("sharded", match.rule.where, parts, dim=0)))
         else:
             result.append(match)
     return result, attributes, MIXTURES
-
-
-def _stacked(match: RuleMatch, unit: str) -> tuple[UnitRun, ...]:
-    """Return the parts along dim 0 of a parameter: the experts, and rows after them that no expert reads."""
-    assert isinstance(match.module, torch.Tensor)
-    count, rows = match.count(unit), match.module.shape[0]
-    beyond = match.rule.repeat is None and count is not None and rows > count
-    return (UnitRun(unit, "1"), UnitRun(HIDDEN)) if beyond else (UnitRun(unit),)
 
 
 def _check(match: RuleMatch) -> AttributePlan:

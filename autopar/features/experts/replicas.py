@@ -58,7 +58,7 @@ def _leave_to_us(mpu: MPU, wrapper: nn.Module, inside: nn.Module) -> None:
             "  DistributedDataParallel, which then ignores experts."
         )
     for experts in found if isinstance(wrapper, DistributedDataParallel) else ():
-        experts.inside(wrapper)
+        experts._handles.append(wrapper.register_forward_pre_hook(experts._on_forward))  # averages when DDP averages
 
 
 class SharedExperts(NotCopied):
@@ -102,10 +102,6 @@ class ExpertGradients:
         copied.parameters = {memo.get(id(p), p): name for p, name in self.parameters.items()}
         copied._averages, copied._handles, copied._hooked = False, [], set()
         return copied
-
-    def inside(self, ddp: DistributedDataParallel) -> None:
-        """Average in the backward passes in which ``ddp`` averages."""
-        self._handles.append(ddp.register_forward_pre_hook(self._on_forward))
 
     def _on_forward(self, ddp: nn.Module, _: Any) -> None:
         self._averages = torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)

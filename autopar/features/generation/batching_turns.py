@@ -153,17 +153,14 @@ class RankTurns(DistributedHelper):
         """Return the error for ranks whose requests have different tokens. A collective of the axis."""
         everyone: list[Any] = [None] * self.axis.size
         dist.all_gather_object(everyone, self.progress(), group=self.cpu_comm_group)
-        for name in sorted({name for running in everyone for name in running}):
-            found = [running.get(name) for running in everyone]
-            held = ["no token" if one is None else f"{one[0]} tokens, the last {one[1]}," for one in found]
-            if len(set(held)) > 1:
-                shown = " and ".join(f"{text} on rank {rank}" for rank, text in zip(self.axis.ranks, held, strict=True))
-                return ConsistencyError(
-                    f"continuous batching: the ranks chose different tokens. Request {name} has {shown}.\n"
-                    "  While requests run, draw from torch's generators on all ranks or on none. Logits processors "
-                    "must use only\n  values that are identical on all ranks."
-                )
-        return ConsistencyError("continuous batching: the ranks chose different tokens.")
+        found = {name: [running.get(name) for running in everyone] for running in everyone for name in running}
+        name, held = next((pair for pair in sorted(found.items()) if len({*pair[1]}) > 1), ("", []))
+        return ConsistencyError(
+            "continuous batching: the ranks chose different tokens. On the ranks "
+            f"{list(self.axis.ranks)} request {name} has these numbers of tokens and last tokens: {held}\n"
+            "  While requests run, draw from torch's generators on all ranks or on none. Logits processors must use "
+            "only\n  values that are identical on all ranks."
+        )
 
 
 class _Groups:

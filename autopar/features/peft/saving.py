@@ -21,7 +21,7 @@ from torch import nn
 
 from autopar.checkpoint.arguments import absolute
 from autopar.checkpoint.hf_weights import FullWeights
-from autopar.checkpoint.methods import PART, counted, refused
+from autopar.checkpoint.methods import PART, num_parameters, refused
 from autopar.checkpoint.save import Snapshot, prepare_alike, snapshot
 from autopar.checkpoint.staging import fsync
 from autopar.checkpoint.state import STATE, State, local_tensors, parameters_elsewhere, state_of
@@ -70,23 +70,6 @@ def save_adapters(
 
     (adapters, target), _ = prepare_alike(model, timeout, prepare)
     adapters.write(target, local_tensors(model, fsdp=True))
-
-
-def save_alone(model: nn.Module, directory: Callable[[], object], timeout: float, others: Mapping[str, Any]) -> None:
-    """Save adapters for ``save_parallelized(adapter_only=True)``; its other arguments must have their defaults."""
-    usual = {"format": "safetensors", "max_shard_size": "5GB"}
-
-    def folder() -> object:
-        path = directory()
-        for name, value in others.items():
-            if value not in (None, False, usual.get(name)):
-                raise CheckpointError(
-                    f"adapter_only=True is not supported with {name}={value!r}: PEFT's files cannot store it\n  Remove "
-                    "adapter_only to save the full model with its adapters and training state."
-                )
-        return path
-
-    save_adapters(model, folder, timeout, {})
 
 
 def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -237,7 +220,7 @@ def adapt_methods(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Let saves handle adapters, and replace methods of PEFT that would be wrong on shards."""
     if not uses_peft(model):
         return
-    saver = save_alone if any(is_peft_model(module) for module in model.modules()) else None
+    saver = save_adapters if any(is_peft_model(module) for module in model.modules()) else None
     vars(model)[STATE] = replace(state_of(model), save_adapters=saver, before_merge=(check_merged,))
     if is_peft_model(model):
         push = refused("push_to_hub", f"{PART}  {_PUSH}")
@@ -296,4 +279,4 @@ def _nb_trainable(self: Any) -> tuple[int, int]:
     """Count the trained and all parameters of the full model, as ``PeftModel`` does; no communication."""
     if shard_of(self) is None:
         return type(self).get_nb_trainable_parameters(self)
-    return counted(self, True, False), counted(self, False, False)
+    return num_parameters(self, only_trainable=True), num_parameters(self)

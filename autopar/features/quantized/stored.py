@@ -20,7 +20,7 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch
-from autopar.storage.lazy_tensor import Box, InMemory, LazyTensor, read_shard, reshaped
+from autopar.storage.lazy_tensor import Box, LazyTensor, read_shard, reshaped
 from autopar.stored import Kind, StoredWeight
 from autopar.swap import replaced
 from autopar.tensor_parallel.layers import Column, ParallelLayer, Row
@@ -207,10 +207,6 @@ class QuantizedWeight(StoredWeight):
                     f"{name} must have shape {list(sizes)} for a weight of {list(shape)}, got {list(lazy.shape)}"
                 )
             viewed = lazy if lazy.shape == tuple(sizes) or not any(block) else reshaped(lazy, sizes)
-            if viewed is None and name in small:
-                viewed = InMemory(small[name].cpu().view(sizes))
-            if viewed is None:
-                raise ValueError(f"{name} must not be computed from other tensors")
             found[piece] = (viewed, block)
         return found
 

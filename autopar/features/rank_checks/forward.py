@@ -116,7 +116,9 @@ class ForwardCheck:
         self._left = max(self._left - 1, -1)
         number = self._forwards[model.training]
         self._forwards[model.training] += 1
-        all_weights = self._is_due(model)
+        made, every = self.steps.made, self.full_every
+        all_weights = every > 0 and model.training and made // every > self._full_after // every
+        self._full_after = made if all_weights else self._full_after  # the first training forward after such a step
         full = number == 0 or all_weights or (self.every > 0 and number % self.every == 0)
         if not full and not self.every:
             return
@@ -128,7 +130,10 @@ class ForwardCheck:
             watched = self._watches and not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
             self._before = Generators.now().digests() if watched and not brief else None
             numbers += [of_values(arguments), of_text(repr(self._states(model)))]
-            numbers += [] if brief else self._samples_of_weights(all_weights)
+            if not brief:
+                numbers.append(of_text(repr(sums_of_bits(self._samples.replicated(all_weights)))))
+                if (last := self.steps.last_shard) is not None:  # two digests, which must differ
+                    numbers += last.digests(-1 - self.mpu.tp_cp.rank)
         else:
             self._before = None
         identical, step_repeats = self._compare(numbers)
@@ -195,7 +200,7 @@ class ForwardCheck:
 
     def reset(self) -> None:
         """Collect the weights again after modules have changed."""
-        self._samples.reset()
+        self._samples.model = None
 
     def _reset_counts(self) -> None:
         """Reset the counts of forwards, which may differ between ranks after a disagreement."""
@@ -203,13 +208,6 @@ class ForwardCheck:
         self._samples.next = 0
 
     # -- compared values -------------------------------------------------------------------------------------------
-
-    def _is_due(self, model: nn.Module) -> bool:
-        """Return whether this is the first training forward after a step that is due for a full comparison."""
-        made, every = self.steps.made, self.full_every
-        due = every > 0 and model.training and made // every > self._full_after // every
-        self._full_after = made if due else self._full_after
-        return due
 
     def _described(self, model: nn.Module, arguments: Mapping[str, Any], *, cached: bool) -> dict[str, str]:
         """Return the values that every forward compares, by name."""
@@ -226,11 +224,6 @@ class ForwardCheck:
             elif isinstance(value, bool | int | float | str):
                 seen[name] = repr(value)
         return seen
-
-    def _samples_of_weights(self, all_weights: bool) -> list[int]:
-        """Return a digest of replicated weights, and after a step the digests of the step, which must differ."""
-        weights, last = sums_of_bits(self._samples.replicated(all_weights)), self.steps.last_shard
-        return [of_text(repr(weights)), *([] if last is None else last.digests(-1 - self.mpu.tp_cp.rank))]
 
     def _states(self, model: nn.Module) -> dict[str, str]:
         """Return the states of the generators that the model draws from."""
@@ -319,7 +312,7 @@ class WeightSamples:
         self.apart: dict[int, nn.Parameter] = {}
         self._sharded: list[nn.Parameter] = []
         self._all: list[nn.Parameter] = []
-        self._model: weakref.ref[nn.Module] | None = None  # model of these weights
+        self.model: weakref.ref[nn.Module] | None = None  # model of these weights; None: collect them again
         self.next = 0  # index of the next sample among the replicated weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightSamples:
@@ -342,18 +335,14 @@ class WeightSamples:
 
     def collect(self, model: nn.Module) -> None:
         """Collect the weights of ``model``, unless the last call collected them."""
-        if self._model is None or self._model() is not model:
-            self._model = weakref.ref(model)
+        if self.model is None or self.model() is not model:
+            self.model = weakref.ref(model)
             kept = [(name, p) for name, p in _replicated(model) if self._fsdp or not isinstance(p, DTensor)]
             places = [(name, *name.rpartition(".")[::2], p) for name, p in kept]
             owners = {path: own_parameters(model.get_submodule(path)) for _, path, _, _ in places}
             self._replicated = [(name, owners[path], leaf, p) for name, path, leaf, p in places]
             self._all = list(model.parameters())
             self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
-
-    def reset(self) -> None:
-        """Let the next sample collect the weights again."""
-        self._model = None
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Return the replicated weights by name; in ``torch.func.functional_call`` the weights passed to it."""

@@ -100,7 +100,14 @@ class StepComparison:
             for rank, key in keys.items():
                 if not self._wait_for(rank, key, seconds):
                     if turn == 0:
-                        self._missing(optimizer, rank)
+                        replica, place = divmod(self.mpu.dp_cp.ranks.index(rank), self.mpu.cp.size)
+                        where = f" (context-parallel rank {place})" if self.mpu.cp.size > 1 else ""
+                        raise self.failures.failure(
+                            f"the first {optimizer}.step() waited for rank {rank}, which holds the same weights in "
+                            f"data-parallel replica {replica}{where} and has not stepped.",
+                            [rank],
+                            TimeoutError(f"{self.failures.timeout:g} s (pipeline.timeout)"),
+                        )
                     seen.late += 1
                     return
             del seen.digests[turn]
@@ -120,16 +127,6 @@ class StepComparison:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         return True
-
-    def _missing(self, optimizer: str, rank: int) -> None:
-        replica, place = divmod(self.mpu.dp_cp.ranks.index(rank), self.mpu.cp.size)
-        where = f"replica {replica}" + (f" (context-parallel rank {place})" if self.mpu.cp.size > 1 else "")
-        raise self.failures.failure(
-            f"the first {optimizer}.step() waited for rank {rank}, which holds the same weights in data-parallel "
-            f"{where} and has not stepped.",
-            [rank],
-            TimeoutError(f"{self.failures.timeout:g} s (pipeline.timeout)"),
-        )
 
     def _refuse(self, optimizer: str, mine: Any, theirs: Any, rank: int) -> None:
         (names, step, ours, count), (other_names, _, others, other_count) = mine, theirs

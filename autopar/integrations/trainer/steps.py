@@ -17,6 +17,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import has_length, seed_worker
 
 from autopar.call_site import warn_user
@@ -392,12 +393,8 @@ def _times(loss: torch.Tensor, weight: float) -> torch.Tensor:
 
 def rows_of(inputs: Any) -> int:
     """Count the samples of a batch, which may not be collated."""
-    if isinstance(inputs, torch.Tensor):
-        return inputs.shape[0] if inputs.ndim else 0
-    if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping):
-        return len(inputs)
-    entries = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
-    return next((count for count in map(rows_of, entries) if count), 0)
+    collated = not (isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping))
+    return (find_batch_size(inputs) or 0) if collated else len(inputs)
 
 
 def _first_rows(value: Any, count: int, rows: int) -> Any:

@@ -230,7 +230,6 @@ class _Replicas:
     """Mixin for an ``Accelerator`` that counts, shards and gathers over the replicas."""
 
     autopar_model: nn.Module
-    autopar_mpu: MPU
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -270,21 +269,6 @@ class _Replicas:
                 "  Pass model.parameters(), or call autopar.clip_grad_norm_(model, max_norm)."
             )
         return clip_grad_norm_(self.autopar_model, max_norm, norm_type)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over the replicas, without the samples that fill up the last batch."""
-        if use_gather_object or not _only_tensors(input_data):
-            raise ConfigError(
-                "gather_for_metrics of objects (eval_use_gather_object) is not supported with a parallelized model\n"
-                "  Pass tensors, which are padded to the longest sequence of all replicas."
-            )
-        return super().gather_for_metrics(input_data)  # type: ignore[misc]
-
-
-def _only_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_only_tensors, value.values()))
-    return all(map(_only_tensors, value)) if isinstance(value, tuple | list) else isinstance(value, torch.Tensor)
 
 
 class _AgreedEvents:

@@ -46,7 +46,7 @@ def collect() -> dict[str, Any]:
         "packages": {name: version for name, version in packages.items() if version},
         "devices": _devices(),
         "backends": backends,
-        "shared memory (GB free)": _free("/dev/shm"),
+        "shared memory (GB free)": round(shutil.disk_usage("/dev/shm").free / 1e9, 1),
         "cores": os.cpu_count(),
         "memory (GB)": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "model types": len(supported_model_types()),
@@ -87,13 +87,6 @@ def _devices() -> list[str]:
     except RuntimeError as error:  # a driver that does not fit
         return [f"not usable: {error}"]
     return [f"{count} x {name}" for name, count in found.items()]
-
-
-def _free(folder: str) -> float | None:
-    try:
-        return round(shutil.disk_usage(folder).free / 1e9, 1)
-    except OSError:
-        return None
 
 
 def _in_words(value: Any) -> str:

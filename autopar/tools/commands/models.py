@@ -147,12 +147,10 @@ def of_task(source: str, task: str | None, *, trust: bool = False) -> Head:
     named = sorted((name for ending in TASKS.get(task, ()) for name in found if name.endswith(ending)), key=len)
     if named:
         return found[named[0]]
-    if task not in TASKS:
-        raise ConfigError(
-            f"'{task}' is not a task or a class of {source}.{nearest(task, [*TASKS, *found])}\n  Tasks: "
-            f"{', '.join(TASKS)}. Classes: {', '.join(sorted(found))}"
-        )
-    raise ConfigError(f"{source} has no class for the task '{task}'; it has {', '.join(sorted(found))}")
+    raise ConfigError(
+        f"'{task}' is not a task or a class of {source}.{nearest(task, [*TASKS, *found])}\n  Tasks: "
+        f"{', '.join(TASKS)}. Classes: {', '.join(sorted(found))}"
+    )
 
 
 def named_object(source: str) -> Any:

@@ -169,6 +169,8 @@ def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = 
 
 
 def _in_words(report: dict[str, Any], brief: bool, places: bool) -> Iterator[str]:
+    from autopar.plan.plan import rows
+
     if "skipped" in report:
         yield f"{report['model']}: not checked. {report['skipped']}"
         return
@@ -193,7 +195,8 @@ def _in_words(report: dict[str, Any], brief: bool, places: bool) -> Iterator[str
             yield "stages: fails"
         elif staged:
             for stage in report["stages"]:
-                modules = ", ".join(_runs(stage["modules"]))
+                runs = rows([{"name": f"{path}."} for path in stage["modules"]])  # one entry for each range of numbers
+                modules = ", ".join(name.removesuffix(".") for name, _ in runs)
                 yield f"stage {stage['stage']}: {modules} ({stage['parameters']:,} parameters)"
         for name in ("sequence_parallel", "context_parallel"):
             if report.get(name):
@@ -226,13 +229,6 @@ def _alike(values: list[str], tp: int) -> str:
     """Return one value if all ranks have it, the values of tp ranks if all replicas are equal, else all values."""
     runs = (values[:length] for length in (1, tp) if values[:length] * (len(values) // length) == values)
     return " | ".join(next(runs, values))
-
-
-def _runs(paths: list[str]) -> list[str]:
-    """Return the paths of blocks, with one entry for each range of numbers."""
-    from autopar.plan.plan import rows
-
-    return [name.removesuffix(".") for name, _ in rows([{"name": f"{path}."} for path in paths])]
 
 
 _SHOWN = 8  # names in a comment

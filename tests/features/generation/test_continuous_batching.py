@@ -255,7 +255,9 @@ def test_ranks_that_draw_other_tokens_raise() -> None:
             if dist.get_rank() == 1:
                 torch.rand(())  # as a data loader might
 
-    words = r"the ranks chose different tokens. Request own has \d+ tokens, the last \d+, on rank 0 and .* on rank 1"
+    words = (
+        r"the ranks chose different tokens. On the ranks \[0, 1\] request own has .*: \[\(\d+, \d+\), \(\d+, \d+\)\]"
+    )
     with pytest.raises(ConsistencyError, match=words):
         served(model, draw, 0, asked(do_sample=True, eos_token_id=-1), num_blocks=80)
 
