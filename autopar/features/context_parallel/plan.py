@@ -48,8 +48,8 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
     """
     with kept():
         if not isinstance(model, PreTrainedModel):
-            needed = "its attention must be an attention function of transformers, which autopar replaces"
-            raise _refusal(model, ranks, f"{needed}\n  Use tensor_parallel_size with sequence_parallel.")
+            needed = "the model must be a Hugging Face model of transformers, whose attention is replaced"
+            raise _refusal(model, ranks, f"{needed}\n  Use tensor_parallel_size.")
         elements = elements_of(model, Described(model, prefix, model, policy))
         search = _Search(model, prefix, *elements, ranks)
         search.find()

@@ -397,7 +397,8 @@ class ModuleNotes:
         given = given_by_name(module, args, kwargs)
         held = {name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))}
         counts = {name for name, value in given if any(type(leaf) is int for leaf in tree_leaves(value))}
-        self.seen |= held | counts if is_model else set()
+        self.seen |= held if is_model else set()
+        self.seen |= counts if is_model and not path else set()  # of the sample, such as the height of an image
         if is_block:
             self.given |= held
             self.sequences |= {name for name, value in given[1:] if isinstance(value, torch.Tensor)

@@ -107,5 +107,5 @@ def test_what_is_refused() -> None:
         with pytest.raises(ConfigError, match="sequence_parallel does not fit") as info:
             sequence(plans, 2, plans.stages(1))
         assert words in str(info.value), name
-    with pytest.raises(ConfigError, match="size=2 does not fit WanTransformer3DModel: its attention must be"):
+    with pytest.raises(ConfigError, match="size=2 does not fit WanTransformer3DModel: the model must be"):
         plan_rows(plain, own_policies()["wan"], "", 2)

@@ -23,7 +23,7 @@ LAYERS = (
     r".*(blocks|layers)\.\d+\..*(to_q|to_v|to_out\.0|to_add_out|to_qkv_mlp_proj|proj_mlp|proj_out|net\.2|w2|linear_in)"
 )
 # Classes that run on rows of the sequence -> lengths of the image, and of the text if blocks return it
-ROWS = {"wan": [32], "ltx_video": [16], "pixart": [16], "sd3": [16, 5], "qwen_image": [8, 5]}
+ROWS = {"wan": [32], "ltx_video": [16], "pixart": [16], "sd3": [16, 7], "qwen_image": [12, 7]}
 
 
 class Holder(nn.Module):
