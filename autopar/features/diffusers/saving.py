@@ -25,7 +25,7 @@ from autopar.compat.patches import patch_member, patches, when_imported
 from autopar.compat.peft import plain_name, uses_peft
 from autopar.distributed.agree import rank_zero
 from autopar.distributed.failures import waiting
-from autopar.errors import CheckpointError, ConfigError
+from autopar.errors import ConfigError
 from autopar.features.diffusers.models import Models
 from autopar.setup.steps import Given, Parallelized
 from autopar.swap import bind, unbind
@@ -33,7 +33,6 @@ from autopar.swap import bind, unbind
 _OWNER = "diffusers"
 _LOADERS = "diffusers.loaders.lora_pipeline"
 _PREFIX = "transformer"  # of the names in files of pipelines
-_USUAL = {"format": "safetensors", "max_shard_size": "5GB"}
 _USE_INSTEAD = (
     "  Use model.save_parallelized(dir, adapter_only=True), on every rank, for a file that the pipeline's "
     "load_lora_weights reads."
@@ -72,12 +71,6 @@ def save_adapters(
 
     def prepare() -> tuple[dict[str, Any], Path, Snapshot]:
         target = absolute(directory())
-        for name, value in options.items():
-            if value not in (None, False, _USUAL.get(name)):
-                raise CheckpointError(
-                    f"adapter_only=True is not supported with {name}={value!r}: files of adapters cannot store it\n"
-                    "  Remove adapter_only to save the full model with its adapters and training state."
-                )
         return {"adapter_only": True, "directory": target}, Path(target), snapshot(model)
 
     target, _ = prepare_alike(model, timeout, prepare)
