@@ -47,6 +47,11 @@ def with_lora(model: nn.Module) -> nn.Module:
     return randomise_adapters(model)
 
 
+def recomputed(model: Any) -> Any:
+    model.enable_gradient_checkpointing()
+    return model.train()
+
+
 def loss_of(outputs: Any, inputs: Any = None) -> torch.Tensor:
     """A sum over the samples, so that micro-batches and replicas add up."""
     return sum((each.square().sum() for each in outputs.sample), torch.zeros(()))

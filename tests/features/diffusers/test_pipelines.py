@@ -95,7 +95,7 @@ def train(kind: str, model: Any, optimizer: Any, ema: Any, own: Any = None, scri
     staged = hasattr(model, "execute_pipeline") and (script is None or model.mpu.pp.size > 1)
     for step in range(first, 4 if first else 3):
         batch = noisy(kind, step)
-        batch |= {name: batch[name].to(trained[0].dtype) for name in ("hidden_states", "encoder_hidden_states")}
+        batch |= {name: batch[name].to(trained[-1].dtype) for name in ("hidden_states", "encoder_hidden_states")}
         batch = {name: own(v) if own and torch.is_tensor(v) and len(v) == 4 else v for name, v in batch.items()}
         if staged:
             loss = model.execute_pipeline(batch, loss_of, broadcast_loss=True).loss
@@ -155,6 +155,8 @@ def check_training(mesh: str, kind: str = "wan", folder: Any = None) -> None:
     script = accelerator_of() if lora else None
     loop, optimizer = script.prepare(model, optimizer) if script else (model, optimizer)
     losses = train(kind, loop, optimizer, ours, own, script)
+    if mesh == "bf16":
+        assert {name for name, p in model.named_parameters() if p.dtype == torch.float32} > {"scale_shift_table"}
     if not replicas:
         close(torch.tensor(losses), torch.tensor(expected), "losses", tolerance=2e-2 if mesh == "bf16" else 1e-5)
     if lora:
