@@ -20,7 +20,7 @@ LINES = {
     "deferred_init": 987,
     "distributed": 2454,
     "dry_run": 1577,
-    "features": 11447,
+    "features": 11452,
     "compat": 907,
     "guards": 572,
     "integrations": 2255,
@@ -29,7 +29,7 @@ LINES = {
     "policy": 1485,
     "storage": 1203,
     "tensor_parallel": 2783,
-    "tools": 12429,
+    "tools": 12444,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

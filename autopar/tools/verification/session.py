@@ -33,7 +33,8 @@ from autopar.tensor_parallel.apply import draw_seeds_alike
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.batches import Batch, fit, on_device, part_of
 from autopar.tools.verification.outputs import Slices, named, tolerance_of, total_loss
-from autopar.tools.verification.report import RankMemory, Traffic
+from autopar.tools.verification.recording import Collective
+from autopar.tools.verification.report import RankMemory
 
 _USUAL = ("p", "dropout", "attention_dropout")
 _LAYERS = re.compile(r"layer_?drop")
@@ -160,7 +161,7 @@ class Session:
         self.allowed = 0.0 if self.exact else self.tolerance
         self.piped = self.mpu.pp.size > 1 or self.mpu.dp.size > 1
         self.lacking: tuple[str, ...] = ()
-        self.sent: list[Traffic] = []
+        self.sent: list[Collective] = []
         self.memory: RankMemory | None = None
         self.plain_memory: RankMemory | None = None
         self.has_loss = loss_in(self.evaluate(self.plain, self.batches[0])) is not None
