@@ -27,6 +27,7 @@ Json = Any
 _TAG = "$"
 _SCALARS = (type(None), bool, int, float, str)
 _DEEPEST = 64
+_LONGEST = 8192  # bits of an int: Python refuses to parse texts much longer than that
 _NUMPY = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
@@ -53,6 +54,11 @@ def inside(where: str, key: object) -> str:
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
 
 
+def _writable(text: str) -> bool:
+    """Return whether the text has no surrogates, which JSON does not preserve."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _encode(value: object, where: str, depth: int, tensors: dict[str, torch.Tensor] | None) -> Json:
     """Encode; tensors go into ``tensors``, or into the JSON if that is None."""
     if depth > _DEEPEST:
@@ -60,11 +66,15 @@ def _encode(value: object, where: str, depth: int, tensors: dict[str, torch.Tens
     kind = type(value)
     if isinstance(value, float) and kind is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": str(value)}
+    if isinstance(value, int) and kind is int and value.bit_length() > _LONGEST:
+        raise CheckpointError(f"{where} must have at most {_LONGEST} bits, got an int of {value.bit_length()} bits")
+    if isinstance(value, str) and kind is str and not _writable(value):
+        raise CheckpointError(f"{where} must be valid UTF-8, got {value[:40]!r}")
     if kind in _SCALARS:
         return value
     if isinstance(value, dict) and kind in _MAPPINGS.values():
         for key in value:
-            if type(key) not in _SCALARS:
+            if type(key) not in _SCALARS or (isinstance(key, str) and not _writable(key)):
                 raise CheckpointError(f"{where} has the key {key!r} of type {type(key).__name__}; keys must be scalars")
         values = {key: _encode(item, inside(where, key), depth + 1, tensors) for key, item in value.items()}
         if kind is dict and _TAG not in values and all(isinstance(key, str) for key in values):

@@ -89,7 +89,7 @@ REFUSED = [
     lambda x: x, len, object(), Number.ONE, Text("x"), b"bytes", 1j, range(3), defaultdict(int), nn.Linear(1, 1),
     torch.device("cpu"), np.array(["text"]), np.array([object()]), np.datetime64("2020-01-01"),
     np.random.default_rng(0), torch.ones(2).to_sparse(), torch.ones(2, device="meta"),
-    torch.empty(1, dtype=torch.float8_e8m0fnu), optim.lr_scheduler.LambdaLR,
+    torch.empty(1, dtype=torch.float8_e8m0fnu), 2 ** (10**5), "\udc80", {"\udc80": 1}, optim.lr_scheduler.LambdaLR,
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,10 +52,7 @@ def is_exact_in_pieces(module: nn.Module, how: HandedStates, call: Call, where: 
     """
     keys: set[Key] = set()
     try:
-        # the plain functions of the module's file, not the GPU kernels that decorators put in their place
-        names = vars(sys.modules[inspect.unwrap(type(module).forward).__module__])
-        kernels = {n: f for n, f in names.items() if inspect.isfunction(f) and hasattr(f, "__wrapped__")}
-        with replaced(names, {name: inspect.unwrap(kernel) for name, kernel in kernels.items()}):
+        with _plain_functions(module):
             pieces = _in_pieces(module.train(), how, call, where, keys)
             if _difference(_at_once(module, call, where), pieces) >= _CLOSE:
                 return False
@@ -68,6 +66,13 @@ def is_exact_in_pieces(module: nn.Module, how: HandedStates, call: Call, where: 
             return bool(keys) and all(_difference(expected, each) > _FAR for each in without)
     except Exception:  # it needs more than states, or returns a value without rows
         return False
+
+
+def _plain_functions(module: nn.Module) -> AbstractContextManager[None]:
+    """Use the plain functions of the module's file inside, not the GPU kernels that decorators put in their place."""
+    names = vars(sys.modules[inspect.unwrap(type(module).forward).__module__])
+    kernels = {name: each for name, each in names.items() if inspect.isfunction(each) and hasattr(each, "__wrapped__")}
+    return replaced(names, {name: inspect.unwrap(each) for name, each in kernels.items()})
 
 
 def _with_padding(module: nn.Module, call: Call) -> Call:
@@ -178,6 +183,7 @@ def _difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> floa
 
 
 _WAYS = ((1, True), (0, True), (0, False))  # (spare, apart) of HandedStates, cheapest first
+_LARGE = 1 << 16  # number of weight elements from which on no weight is made
 _CHUNK = 4  # chunk size of scans, small so that few rows make several chunks
 
 
@@ -235,10 +241,8 @@ def _filled(model: Any, module: nn.Module, like: nn.Module) -> nn.Module:
                 each.p = 0.0
             if isinstance(getattr(each, "chunk_size", None), int):
                 each.chunk_size = _CHUNK  # type: ignore[assignment]
-            if type(each) is nn.Linear and each.weight.numel() > 1 << 16:  # one weight per output, to save memory
-                place = torch.randint(each.in_features, (each.out_features,), generator=numbers)
-                factor = torch.randn(each.out_features, generator=numbers)
-                each.forward = lambda x, p=place, f=factor: x.index_select(-1, p) * f  # type: ignore[method-assign,misc]
+            if type(each) is nn.Linear and each.weight.numel() > _LARGE:
+                each.forward = _OneNumberEach(each, numbers)  # type: ignore[assignment]
                 continue
             initialize_weights(model, each)
             for parameter in each.parameters(recurse=False):
@@ -249,6 +253,20 @@ def _filled(model: Any, module: nn.Module, like: nn.Module) -> nn.Module:
             if not own.is_meta:
                 buffer.copy_(own)
     return made
+
+
+class _OneNumberEach:
+    """The forward of a large layer, ``[..., in] -> [..., out]``, with one nonzero weight per output.
+
+    It saves memory and time; for the trial it matters only that the layer treats rows separately.
+    """
+
+    def __init__(self, layer: nn.Linear, numbers: torch.Generator) -> None:
+        self.place = torch.randint(layer.in_features, (layer.out_features,), generator=numbers)
+        self.factor = torch.randn(layer.out_features, generator=numbers)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x.index_select(-1, self.place) * self.factor
 
 
 def _numbers(module: nn.Module, call: Call, where: GatheredModule, rows: int, batch: int, words: int) -> Call:
