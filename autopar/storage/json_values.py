@@ -26,7 +26,6 @@ Json = Any
 
 _TAG = "$"
 _SCALARS = (type(None), bool, int, float, str)
-_DEEPEST = 64
 _NUMPY = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
@@ -40,12 +39,12 @@ def encode(value: object, where: str) -> tuple[Json, dict[str, torch.Tensor]]:
     type. ``where`` is the name of the value in errors and in the names of its tensors, such as ``extra``.
     """
     tensors: dict[str, torch.Tensor] = {}
-    return _encode(value, where, 0, tensors), tensors
+    return _encode(value, where, tensors), tensors
 
 
 def encode_inline(value: object, where: str) -> Json:
     """Encode with tensors as base64 in the JSON, for small tensors."""
-    return _encode(value, where, 0, None)
+    return _encode(value, where, None)
 
 
 def inside(where: str, key: object) -> str:
@@ -53,10 +52,8 @@ def inside(where: str, key: object) -> str:
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
 
 
-def _encode(value: object, where: str, depth: int, tensors: dict[str, torch.Tensor] | None) -> Json:
+def _encode(value: object, where: str, tensors: dict[str, torch.Tensor] | None) -> Json:
     """Encode; tensors go into ``tensors``, or into the JSON if that is None."""
-    if depth > _DEEPEST:
-        raise CheckpointError(f"{where} must be at most {_DEEPEST} containers deep (does it contain itself?)")
     kind = type(value)
     if isinstance(value, float) and kind is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": str(value)}
@@ -66,13 +63,13 @@ def _encode(value: object, where: str, depth: int, tensors: dict[str, torch.Tens
         for key in value:
             if type(key) not in _SCALARS:
                 raise CheckpointError(f"{where} has the key {key!r} of type {type(key).__name__}; keys must be scalars")
-        values = {key: _encode(item, inside(where, key), depth + 1, tensors) for key, item in value.items()}
+        values = {key: _encode(item, inside(where, key), tensors) for key, item in value.items()}
         if kind is dict and _TAG not in values and all(isinstance(key, str) for key in values):
             return values
-        pairs = [[_encode(key, where, depth + 1, tensors), item] for key, item in values.items()]
+        pairs = [[_encode(key, where, tensors), item] for key, item in values.items()]
         return {_TAG: kind.__name__, "items": pairs}
     if isinstance(value, list | tuple | set | frozenset) and (kind is list or kind in _SEQUENCES.values()):
-        items = [_encode(item, f"{where}[{i}]", depth + 1, tensors) for i, item in enumerate(value)]
+        items = [_encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
         if isinstance(value, set | frozenset):
             items.sort(key=repr)  # so that equal sets give equal files
         return items if kind is list else {_TAG: kind.__name__, "items": items}
