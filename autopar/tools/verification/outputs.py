@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -92,6 +94,13 @@ def _weighed(
     for row in rows:
         weights = torch.linspace(-1, 1, row.shape[1] + 1, device=row.device, dtype=row.dtype)[1:]
         yield of(row * weights).sum(1).mean() / (5 * most)
+
+
+def reseed(seed: int) -> None:
+    """Seed every generator that a model may draw from. transformers' function of this kind imports peft."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 TOLERANCES: dict[torch.dtype, float] = {
