@@ -16,7 +16,7 @@ LINES = {
     "setup": 425,
     "checkpoint": 4574,
     "config": 594,
-    "data_parallel": 2610,
+    "data_parallel": 2611,
     "deferred_init": 987,
     "distributed": 2454,
     "dry_run": 1577,
