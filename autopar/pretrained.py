@@ -115,6 +115,9 @@ def _load(
     folder = Path(path) / (given.get("subfolder") or "")
     _check_quantized(folder)
     try:
+        library = registry.library_of_config(folder / "config.json")
+        if library is not None and not issubclass(model_class, torch.nn.Module):  # an AutoModel
+            model_class = library.class_of(folder / "config.json")
         with torch.device("cpu"):
             if (folder / MANIFEST).exists():
                 return _from_shards(model_class, folder, config, verify, given, trained), {}

@@ -114,7 +114,8 @@ class Feature:
             ``policy(model)`` returns the policy of such a model, or raises UnsupportedModelError.
             ``sample(model, batch, length)`` returns small inputs on the meta device, or raises ValueError.
             ``config_writer(model)`` returns a function that writes ``config.json`` into a folder. ``wrote(path)``
-            returns whether the library wrote the ``config.json`` at a path, and ``build(path)`` makes its model.
+            returns whether the library wrote the ``config.json`` at a path, ``class_of(path)`` the class of its model,
+            and ``build(path)`` the model.
             ``tokens(model, frames, height, width)`` counts the tokens of an image or video.
         forms: The forms in which a library stores weights (packed, with scales), by the library's module. If that
             module is loaded, ``find(module)`` is called with layers, at any time outside of a forward. It returns the

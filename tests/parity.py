@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import set_seed as reseed
 
 import autopar
 from autopar.layout import Layout
-from autopar.tools.verification.outputs import named, total_loss
+from autopar.tools.verification.outputs import named, reseed, total_loss
 from autopar.tools.verification.small_models import randomise
 from tests.exchange import everyones
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from autopar.checkpoint.optimizer_state import COUNTERS, keeps_state, named_groups, new_option, step_of, take
+from autopar.checkpoint.optimizer_state import COUNTERS, keeps_state, named_groups, new_option, step_of, take, unwrapped
 from autopar.checkpoint.state import local_tensors, state_of
 from autopar.compat.tensors import TO_COPY, disabled_torch_function, wrapper_subclass
 from autopar.errors import CheckpointError, listed
@@ -216,7 +216,7 @@ def to_dtensor_training_state(
             weights are sharded over the replicas, or the optimizer has other parameters. Nothing has changed.
     """
     state = state_of(model)
-    weights = to_dtensor_state_dict(model, aliases=aliases)
+    weights, optimizer = to_dtensor_state_dict(model, aliases=aliases), unwrapped(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise CheckpointError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer")
     step = step_of(optimizer)

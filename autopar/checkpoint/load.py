@@ -15,7 +15,7 @@ from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import absolute, check_same_call, seconds
 from autopar.checkpoint.extra import fill_shards, saved_shards
 from autopar.checkpoint.format import WEIGHTS
-from autopar.checkpoint.optimizer_state import Targets, TrainingWeights, master_weights, prepare
+from autopar.checkpoint.optimizer_state import Targets, TrainingWeights, master_weights, prepare, unwrapped
 from autopar.checkpoint.shards import ShardReader
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
@@ -37,7 +37,7 @@ def load(
     model: nn.Module, directory: Callable[[], object], timeout: float, training: Mapping[str, Any], verify: bool
 ) -> None:
     """See :func:`autopar.checkpoint.methods.from_parallelized`. ``directory()`` raises if the call is wrong."""
-    given = {name: value for name, value in training.items() if value is not None}
+    given = {name: unwrapped(value) for name, value in training.items() if value is not None}
     state = state_of(model)
     mpu = state.mpu
     barrier(mpu, "from_parallelized", seconds(timeout, 20.0))  # check() reports a wrong timeout, on all ranks

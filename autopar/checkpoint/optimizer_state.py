@@ -395,6 +395,15 @@ def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # -- the state next to torch's: fp32 weights, a loss scale, owners of ZeRO-1 -------------------------------------------
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrapper that shares its state and its groups (accelerate's), or ``optimizer``."""
+    inner: Any = getattr(optimizer, "optimizer", None)
+    if not isinstance(optimizer, Optimizer) or not isinstance(inner, Optimizer):
+        return optimizer
+    shared = inner.state is optimizer.state and inner.param_groups is optimizer.param_groups
+    return inner if shared else optimizer
+
+
 def step_of(optimizer: torch.optim.Optimizer | None) -> ParallelStep | None:
     """Return the ParallelStep that ``initialize`` attached to an optimizer, or None."""
     return getattr(optimizer, "_autopar", None)

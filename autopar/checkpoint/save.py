@@ -32,6 +32,7 @@ from autopar.checkpoint.optimizer_state import (
     parameters_by_name,
     step_of,
     take,
+    unwrapped,
 )
 from autopar.checkpoint.rotation import next_order, rotate
 from autopar.checkpoint.shards import ShardReader, write_shard
@@ -404,7 +405,7 @@ def snapshot(
     Raises:
         CheckpointError: The model has changed since it was parallelized, or a value cannot be saved.
     """
-    state = state_of(model)
+    state, optimizer = state_of(model), unwrapped(optimizer)
     plan, mpu = state.plan, state.mpu
     local = local_tensors(model, fsdp=True)
     sets: dict[str, list[Held]] = {}

@@ -51,7 +51,7 @@ _pending: dict[str, Callable[[], None]] = {}
 
 
 def patches() -> list[Patch]:
-    """Return the currently patched functions of torch, accelerate, DeepSpeed and transformers.
+    """Return the currently patched functions of torch, accelerate, DeepSpeed, diffusers and transformers.
 
     Patches are installed while a model exists that several ranks share.
     """

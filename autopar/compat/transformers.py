@@ -56,9 +56,12 @@ def as_never_quantized(model: Any) -> Iterator[None]:
 
 
 def fp32_modules(model: Any, *, strict: bool) -> set[str]:
-    """Return the names of modules that stay in fp32 in an fp16 model, or with ``strict`` in a bf16 model too."""
-    listed = model._keep_in_fp32_modules_strict if strict else model._keep_in_fp32_modules
-    return set(listed or ())
+    """Return the names of modules that stay in fp32 in an fp16 model, or with ``strict`` in a bf16 model too.
+
+    A model of another library (diffusers) has one list for both.
+    """
+    name = "_keep_in_fp32_modules_strict" if strict and isinstance(model, PreTrainedModel) else "_keep_in_fp32_modules"
+    return set(getattr(model, name, None) or ())
 
 
 def dtype_plan(model: Any, dtype: Any) -> dict[str, Any]:

@@ -149,10 +149,10 @@ class Bucket:
                 self._gradients[place] = None
                 continue
             source = local_part(gradient).reshape(-1)
-            if not self._at_once and not self.is_wide:
-                torch.mul(source, self._scale, out=part)
-            elif source.data_ptr() != part.data_ptr():
+            if self.is_wide or (self._at_once and source.data_ptr() != part.data_ptr()):
                 part.copy_(source)
+            if not self._at_once:
+                torch.mul(part if self.is_wide else source, self._scale, out=part)
             if self._may_move(gradient):
                 gradient.set_(part.view(gradient.shape))
             self.sent.append(parameter)
@@ -162,8 +162,6 @@ class Bucket:
             for each in own.split(_PART):  # stays in the processor's cache between the product and the sum
                 run(gloo_collectives.all_reduce, self._axis, each.mul_(self._scale))
             return self
-        if self.is_wide:
-            own.mul_(self._scale)
         if self._given and sum(sizes):
             due = [own.numel() * (rank != self._rank) for rank in range(len(self._given))]
             rows = own.new_empty(len(due) - 1, own.numel())

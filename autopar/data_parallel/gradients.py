@@ -257,6 +257,7 @@ def average_in_backward(model: nn.Module) -> Iterator[None]:
 
     Use it instead of :func:`average_gradients`, around the last ``loss.backward()`` of a step. From the second step on,
     each bucket of gradients is averaged as soon as it is complete. Its gradients are None until the end of the block.
+    In shared memory (``cpu_transport``), all are averaged at the end of the block.
     """
     with _averaged(model, early=True):
         yield

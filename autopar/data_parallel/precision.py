@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
 
 from autopar.compat.transformers import fp32_modules
 from autopar.config import ParallelConfig
@@ -64,8 +63,8 @@ def to_half(
 ) -> None:
     """Convert the floating-point parameters and persistent buffers of ``model`` to ``dtype``, in place.
 
-    Parameters that transformers keeps in fp32 become fp32. Buffers that are not saved (rotary frequencies) do not
-    change.
+    Parameters that the library of the model keeps in fp32 become fp32. Buffers that are not saved (rotary frequencies)
+    do not change.
 
     Args:
         masters: The fp32 weights, which receive the unrounded values.
@@ -128,9 +127,7 @@ def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return a function that checks whether transformers keeps the parameter of a name in fp32."""
-    if not isinstance(inner, PreTrainedModel):
-        return lambda name: False
+    """Return a function that checks whether the model's library keeps the parameter of a name in fp32."""
     names = fp32_modules(inner, strict=True)
     if dtype == torch.float16:
         names |= fp32_modules(inner, strict=False)

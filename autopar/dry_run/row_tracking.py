@@ -14,13 +14,12 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedModel
 
 from autopar.compat.tensors import base_of, schema_of, tree_map
 from autopar.dry_run import operators
@@ -28,6 +27,7 @@ from autopar.dry_run.inputs import sample_inputs
 from autopar.dry_run.operators import ALONG, NORMS, REDUCTIONS, ValuelessTracking, arguments_of, dims_of, name_of
 from autopar.errors import ConfigError, first_line
 from autopar.plan.stages import dropped_blocks, lies_in
+from autopar.policy.match import config_of, is_hugging_face_model, library_of
 from autopar.tensor_tracking import tensors_in
 
 _PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 23, 19, 17, 13, 11, 7, 5)
@@ -56,13 +56,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n
 
 
 class Misfit(Exception):
-    """A run over rows fails in the module ``path`` or ``between`` blocks, or returns a wrong result.
-
-    Attributes:
-        inputs: Names of other block arguments that are as long as the sequence.
-    """
-
-    inputs: tuple[str, ...] = ()
+    """A run over rows fails in the module ``path`` or ``between`` blocks, or returns a wrong result."""
 
     def __init__(self, path: str, reason: str, between: bool = False) -> None:
         super().__init__(reason)
@@ -101,8 +95,8 @@ class RowSearch(ABC):
     def __init__(self, model: nn.Module, prefix: str, elements: Sequence[str], encoder: int | None, ranks: int) -> None:
         self.model: Any = model
         self.ranks, self.batch, self.start = ranks, ranks + 1, f"{prefix}." if prefix else ""
-        if not isinstance(model, PreTrainedModel):
-            raise self.refusal("the model must be a Hugging Face model of transformers, which a dry run can check")
+        if not is_hugging_face_model(model):
+            raise self.refusal("the model must be a Hugging Face model, which a dry run can check")
         paths = [path.removeprefix(self.start) for path in elements]
         cut = (paths,) if encoder is None else (paths[:encoder], paths[encoder + 1 :])
         self.lists = tuple(tuple(blocks) for blocks in cut if blocks)
@@ -114,7 +108,9 @@ class RowSearch(ABC):
         self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
         self.wholes: tuple[str, ...] = ()
         self.entries: tuple[str, ...] = ()
-        config = model.config.get_text_config(decoder=True)  # an encoder may have a different length
+        config = config_of(model)
+        if library_of(model) is None:
+            config = config.get_text_config(decoder=True)  # an encoder may have a different length
         known = (getattr(config, name, None) for name in _LENGTHS)
         self.longest = next((length - 2 for length in known if type(length) is int and length > 0), None)
         self.sized = model if self.outside else nn.ModuleList([model.get_submodule(path) for path in self.blocks])
@@ -154,7 +150,8 @@ class RowSearch(ABC):
         try:
             with torch.no_grad(), warnings.catch_warnings(), tracking:
                 warnings.simplefilter("ignore")
-                return model(**inputs)
+                with nullcontext() if library_of(self.model) is None else torch.device("meta"):
+                    return model(**inputs)
         except MixedRows as error:
             raise Misfit(stack[-1] if stack else "", str(error), error.between) from error
         except Exception as error:

@@ -78,6 +78,13 @@ class UnitTable:
     def _name(self, name: str, block: nn.Module | None, what: str, where: Where) -> int:
         if name.isdigit():
             return int(name)
+        try:
+            return self._attribute(name, block, what, where)
+        except RuntimeError as error:  # from transformers' configs of layers that differ
+            text = f"'{what}' is {name}, which may differ between layers. Use an attribute of the block: block. ..."
+            raise PolicyError(text, where) from error
+
+    def _attribute(self, name: str, block: nn.Module | None, what: str, where: Where) -> int:
         path = name.split(".")
         holder: Any = self.config
         if path[0] == "block":

@@ -87,6 +87,8 @@ def test_two_replicas() -> None:
         same(llama())
     for section in ({"gradient_clipping": 0.3}, {"precision": {"dtype": "fp16"}}, {"precision": {"dtype": "bf16"}}):
         same(gpt2(), **section)
+    wide = {"cpu_transport": "gloo", "reduce_dtype": "fp32"}
+    same(gpt2(), precision={"dtype": "bf16"}, model_parallelism=wide)
 
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)

@@ -104,6 +104,9 @@ def test_a_count_is_a_product_or_quotient_from_left_to_right() -> None:
         with pytest.raises(PolicyError) as info:
             one(1, expression, config=config).count("u")
         assert str(info.value) == message
+    differing = type("Config", (), {"heads": property(lambda _: (_ for _ in ()).throw(RuntimeError("per layer")))})
+    with pytest.raises(PolicyError, match=r"^p:1: 'u' is heads, which may differ between layers. Use an attribute of"):
+        one(1, "heads", config=differing()).count("u")
 
 
 def test_a_count_that_a_block_holds_differs_from_block_to_block() -> None:

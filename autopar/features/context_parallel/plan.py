@@ -47,8 +47,10 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
         ConfigError: The model does not support context parallelism; names the module that mixes rows.
     """
     with kept():
-        is_plain = not isinstance(model, PreTrainedModel)
-        elements = ((), None) if is_plain else elements_of(model, Described(model, prefix, model, policy))
+        if not isinstance(model, PreTrainedModel):
+            needed = "the model must be a Hugging Face model of transformers, whose attention is replaced"
+            raise _refusal(model, ranks, f"{needed}\n  Use tensor_parallel_size.")
+        elements = elements_of(model, Described(model, prefix, model, policy))
         search = _Search(model, prefix, *elements, ranks)
         search.find()
         hand_on_states(model, search.copied, search.plan, search.calls, search.prime * ranks, search.batch)

@@ -16,8 +16,7 @@ from torch import nn
 
 from autopar.policy.match import config_of
 
-_TEXT = 7  # words; in plans 512, the length of most texts in training
-_LONG, _WORDS = 256, 512
+_LONG, _WORDS = 1024, 512  # in plans, whose sequences are long: words of most texts in training
 _CHANNELS = ("in_channels", "in_dim", "io_channels")
 _TEXTS = (
     *("joint_attention_dim", "text_embed_dim", "text_dim", "caption_channels", "cap_feat_dim", "context_in_dim"),
@@ -46,7 +45,7 @@ class _Inputs:
         self.model, self.batch, self.length = model, batch, length
         self.config = config_of(model)
         self.channels = self.first(*_CHANNELS)
-        self.words = self.first("max_text_seq_length") or (_WORDS if length >= _LONG else _TEXT)
+        self.words = self.first("max_text_seq_length") or (_WORDS if length >= _LONG else _times(length))
 
     def first(self, *keys: str) -> Any:
         """Return the first value that the config has."""
@@ -67,9 +66,12 @@ class _Inputs:
         read = {layer.in_features for layer in layers if isinstance(layer, nn.Linear)}
         if self.channels in read and not patched:
             return _empty(self.batch, self.length, self.channels)
-        edge = side * (math.isqrt(self.length - 1) + 1)  # some classes support only squares
-        sizes = {"batch": self.batch, "channel": self.channels, "dim": self.channels, "frame": time, "height": edge}
-        sizes |= {"width": edge, "seq": self.length, "length": self.length}
+        high = next(size for size in range(math.isqrt(self.length), 0, -1) if self.length % size == 0)
+        wide = self.length // high
+        if wide > _LONG or self.first("pos_embed_max_size"):  # tables of positions may be too small
+            high = wide = math.isqrt(self.length - 1) + 1
+        sizes = {"batch": self.batch, "channel": self.channels, "dim": self.channels, "frame": time}
+        sizes |= {"height": side * high, "width": side * wide, "seq": self.length, "length": self.length}
         lines = (inspect.getdoc(self.model.forward) or "").splitlines()
         documented = [line for line in lines if line.strip().startswith("hidden_states (")]
         shapes = [names.split(",") for line in documented[:1] for names in _SHAPE.findall(line)]
@@ -97,7 +99,8 @@ class _Inputs:
         if name in ("img_ids", "txt_ids"):
             return _empty(self.length if name == "img_ids" else self.words, len(config.axes_dims_rope))
         if "mask" in name:
-            needed = needed or (name.endswith("_2") and self.first("text_embed_2_dim") is not None)
+            needed |= name == "encoder_hidden_states_mask"  # pipelines give it
+            needed |= name.endswith("_2") and self.first("text_embed_2_dim") is not None
             tokens = self.words if name.startswith(("encoder", "text")) else self.length
             return torch.ones(batch, tokens, dtype=torch.bool, device="meta") if needed else None
         if name == "ofs":
@@ -131,6 +134,11 @@ def sample_inputs(model: Any, batch: int, length: int) -> dict[str, Any]:
         images = found["x"].unsqueeze(2) if found["x"].ndim == 4 else found["x"]
         found |= {"x": list(images), "cap_feats": list(found["cap_feats"])}
     return {name: _as(model.dtype, value) for name, value in found.items()}
+
+
+def _times(length: int) -> int:
+    """Return a multiple of ``length`` by a factor that does not divide it: no text's shard is as long."""
+    return length * next(factor for factor in range(2, length + 2) if length % factor)
 
 
 def _number(size: Any) -> int:

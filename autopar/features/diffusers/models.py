@@ -77,14 +77,18 @@ class Models:
         return b'"_diffusers_version"' in config.read_bytes()
 
     @staticmethod
-    def build(config: Path) -> Any:
-        """Build the model of a ``config.json``. Raises ConfigError if diffusers lacks its class."""
-        diffusers: Any = importlib.import_module(LIBRARY)
-        content = json.loads(config.read_text(encoding="utf-8"))
-        kind = getattr(diffusers, content["_class_name"], None)
+    def class_of(config: Path) -> Any:
+        """Return the class of a ``config.json``. Raises ConfigError if diffusers lacks it."""
+        name = json.loads(config.read_text(encoding="utf-8"))["_class_name"]
+        kind = getattr(importlib.import_module(LIBRARY), name, None)
         if kind is None:
-            raise ConfigError(f"{config}: diffusers {version(LIBRARY)} has no class {content['_class_name']}")
-        return kind.from_config(content)
+            raise ConfigError(f"{config}: diffusers {version(LIBRARY)} has no class {name}")
+        return kind
+
+    @staticmethod
+    def build(config: Path) -> Any:
+        """Build the model of a ``config.json``. Raises ConfigError as :meth:`class_of`."""
+        return Models.class_of(config).from_config(json.loads(config.read_text(encoding="utf-8")))
 
     @staticmethod
     def tokens(model: Any, frames: int, height: int, width: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,17 +21,18 @@ from autopar.checkpoint.save import Snapshot, prepare_alike, snapshot
 from autopar.checkpoint.staging import fsync
 from autopar.checkpoint.state import STATE, local_tensors, state_of
 from autopar.checkpoint.state_dict import shard_of
+from autopar.compat.patches import patch_member, patches, when_imported
 from autopar.compat.peft import plain_name, uses_peft
 from autopar.distributed.agree import rank_zero
 from autopar.distributed.failures import waiting
-from autopar.errors import CheckpointError, ConfigError
+from autopar.errors import ConfigError
 from autopar.features.diffusers.models import Models
 from autopar.setup.steps import Given, Parallelized
 from autopar.swap import bind, unbind
 
 _OWNER = "diffusers"
+_LOADERS = "diffusers.loaders.lora_pipeline"
 _PREFIX = "transformer"  # of the names in files of pipelines
-_USUAL = {"format": "safetensors", "max_shard_size": "5GB"}
 _USE_INSTEAD = (
     "  Use model.save_parallelized(dir, adapter_only=True), on every rank, for a file that the pipeline's "
     "load_lora_weights reads."
@@ -47,6 +49,8 @@ def adapt_methods(model: nn.Module, state: Parallelized, given: Given) -> None:
     if kept.save_adapters is None and uses_peft(model):
         vars(model)[STATE] = replace(kept, save_adapters=save_adapters)
     if model is inner and hasattr(inner, "save_lora_adapter"):
+        if shard_of(model) is not None:
+            when_imported(_LOADERS, _patch_flux)
         methods = {name: _on_full_model(name) for name in _TREE}
         bind(model, _OWNER, **methods, save_lora_adapter=refused("save_lora_adapter", PART + _USE_INSTEAD))
         state.undo.append(lambda model, own: unbind(model, _OWNER))
@@ -67,12 +71,6 @@ def save_adapters(
 
     def prepare() -> tuple[dict[str, Any], Path, Snapshot]:
         target = absolute(directory())
-        for name, value in options.items():
-            if value not in (None, False, _USUAL.get(name)):
-                raise CheckpointError(
-                    f"adapter_only=True is not supported with {name}={value!r}: files of adapters cannot store it\n"
-                    "  Remove adapter_only to save the full model with its adapters and training state."
-                )
         return {"adapter_only": True, "directory": target}, Path(target), snapshot(model)
 
     target, _ = prepare_alike(model, timeout, prepare)
@@ -111,23 +109,38 @@ def _write(inner: Any, full: dict[str, torch.Tensor], target: Path) -> None:
 
 
 def _on_full_model(name: str) -> Callable[..., Any]:
-    """Make a method that restores the full model, calls the class's method, and parallelizes the model again."""
+    """Make a method that calls the class's method on the full model."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = getattr(type(self), name)
-        if shard_of(self) is None:
-            return function(self, *args, **kwargs)
-        state: Parallelized = vars(self)["_autopar"]
-        held = "an optimizer" if state.dp.step is not None else f"zero.stage {state.config.zero_stage}"
-        if state.config.fully_sharded or state.dp.step is not None:
-            raise ConfigError(
-                f"{name} is not supported on a {type(self).__name__} that was parallelized with {held}\n"
-                "  Call it before autopar.initialize."
-            )
-        deparallelize(self)
-        try:
-            return getattr(type(self), name)(self, *args, **kwargs)
-        finally:
-            initialize(self, state.config, policy=state.own_policy)
+        return _call_on_full(self, name, lambda: getattr(type(self), name)(self, *args, **kwargs))
 
     return method
+
+
+def _call_on_full(model: Any, name: str, call: Callable[[], Any]) -> Any:
+    """Restore the full model, call ``call``, and parallelize the model again. ``name``: the user's call."""
+    state: Parallelized | None = vars(model).get("_autopar") if isinstance(model, nn.Module) else None
+    if state is None or shard_of(model) is None:
+        return call()
+    held = "an optimizer" if state.dp.step is not None else f"zero.stage {state.config.zero_stage}"
+    if state.config.fully_sharded or state.dp.step is not None:
+        raise ConfigError(
+            f"{name} is not supported on a {type(model).__name__} that was parallelized with {held}\n"
+            "  Call it before autopar.initialize."
+        )
+    deparallelize(model)
+    try:
+        return call()
+    finally:
+        initialize(model, state.config, policy=state.own_policy)
+
+
+def _patch_flux() -> None:
+    """Let Flux pipelines load adapters into the full transformer, with whose weights they first compare them."""
+    if all(each.name != f"{_LOADERS}.FluxLoraLoaderMixin.load_lora_weights" for each in patches()):
+        patch_member(sys.modules[_LOADERS].FluxLoraLoaderMixin, "load_lora_weights", _load_lora_weights)
+
+
+def _load_lora_weights(plain: Callable[..., Any], pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+    model = getattr(pipeline, pipeline.transformer_name, None)
+    return _call_on_full(model, "load_lora_weights", lambda: plain(pipeline, *args, **kwargs))

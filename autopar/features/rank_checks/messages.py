@@ -48,6 +48,11 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
             "  its weights. Or user code computed a norm, a dot product or noise from local shards\n"
             "  (torch.nn.utils.get_total_norm is correct). Restart from the last checkpoint."
         )
+        if "context" in kind:
+            hint += (
+                "\n  Or gradients of torch.autograd.grad were used before averaging: each rank has only those of its "
+                "rows\n  (docs/long-sequences.md, Averaging)."
+            )
     elif states and not calls:
         head = f"{group} have different random states ({len(states)}):"
         hint = (

@@ -28,10 +28,12 @@ from autopar.dry_run.plan_model import ModelPlans
 from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, distinct_prime, outermost
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
+from autopar.features.sequence_parallel.rows import Rows
 from autopar.features.sequence_parallel.setup import RowsOfList, SequencePlan, SequenceState, apply
-from autopar.layout import Layout, rows_layout
+from autopar.layout import rows_layout
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, lies_in
+from autopar.policy.match import is_hugging_face_model
 from autopar.swap import given_by_name
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
@@ -72,7 +74,9 @@ class _Search(RowSearch):
     """The search for the modules of one model that can run on rows.
 
     Attributes:
-        inputs: ``SequencePlan.inputs``, as found so far.
+        inputs, streams, summed: Values of ``SequencePlan``, as found so far.
+        before: ``entries`` and ``wholes`` before the first failure.
+        notes: Notes of the last run.
         chosen: Plan of the last run.
     """
 
@@ -100,6 +104,8 @@ class _Search(RowSearch):
 
     def _plan(self) -> SequencePlan:
         self.inputs: tuple[str, ...] = ()
+        self.streams: tuple[str, ...] = ()
+        self.summed: dict[str, tuple[int, ...]] = {}
         self.routers = False  # whether the copies return router outputs
         self.expected = self._expected()
         layers = ((path, name) for path, layer in tuner_layers(self.model) for name, _ in layer.named_modules())
@@ -110,6 +116,7 @@ class _Search(RowSearch):
         # Stochastic depth draws one number per sample, not per row.
         inside = (path for path in self.kinds if self.block_of(path) not in ("", path))
         self.run_in_full(path for path in inside if vars(self.model.get_submodule(path)).get("drop_prob"))
+        self.before = self.entries, self.wholes
         self.settle()
         if set(self.wholes).issuperset(self.blocks):
             raise self.refusal("none of its blocks can run on rows of the sequence")
@@ -129,7 +136,8 @@ class _Search(RowSearch):
 
     def attempt(self) -> None:
         while True:
-            chosen = SequencePlan(self.lists, tuple(sorted(self.entries)), tuple(sorted(self.wholes)), self.inputs)
+            entries, wholes = tuple(sorted(self.entries)), tuple(sorted(self.wholes))
+            chosen = SequencePlan(self.lists, entries, wholes, self.inputs, self.streams, self.summed)
             (self.chosen, worked, ran), *_ = [self._run(chosen, rank) for rank in different_ranks(self.plan_inside)]
             idle = {block for block in self.blocks if block not in worked}  # no operation used rows
             for block in self.blocks:
@@ -143,9 +151,15 @@ class _Search(RowSearch):
             self.run_in_full(idle)
 
     def otherwise(self, failure: Misfit) -> bool:
-        if not failure.inputs or self.inputs:
+        notes = self.notes
+        if notes.sequences and not self.inputs:
+            self.inputs = tuple(sorted(notes.sequences))
+        elif notes.summed and not self.summed:
+            self.summed, (self.entries, self.wholes) = notes.summed, self.before
+        elif notes.streams and not self.streams:
+            self.streams, (self.entries, self.wholes) = tuple(sorted(notes.streams)), self.before
+        else:
             return False
-        self.inputs = failure.inputs
         return True
 
     def _routers_are_whole(self, chosen: SequencePlan) -> bool:
@@ -167,7 +181,8 @@ class _Search(RowSearch):
 
     def _copy(self) -> PreTrainedModel:
         copied = meta_copy(self.model)
-        copied.config.use_cache = False
+        if isinstance(copied, PreTrainedModel):
+            copied.config.use_cache = False
         enable_all(copied)
         for module in copied.modules():
             if isinstance(module, PreTrainedModel) and hasattr(module.config, "output_router_logits"):
@@ -203,15 +218,11 @@ class _Search(RowSearch):
         tracking.mark_inputs(inputs)
         region.tracking = tracking
         track_modules(shard, self.plan_inside, tracking, stack)
-        notes = ModuleNotes(shard, tracking, length)
+        self.notes = notes = ModuleNotes(shard, tracking, length)
         for module in shard.modules():
-            if isinstance(module, PreTrainedModel):
+            if is_hugging_face_model(module):
                 module.register_forward_hook(lambda _, args, out: state.gathered(out))
-        try:
-            out = self.run(shard, inputs, tracking, stack)
-        except Misfit as failure:
-            failure.inputs = tuple(sorted(notes.sequences))
-            raise
+        out = self.run(shard, inputs, tracking, stack)
         if rows.holds_rows(out) or shapes_of(out) != self.expected:
             raise Misfit("", f"expected outputs of shapes {self.expected}, got {shapes_of(out)}")
         named = {block: self._parameters(block, tracking, notes.ran) for block in tracking.on_rows}
@@ -261,14 +272,15 @@ def _entries_of(
 _WHOLE = {"region", "embedding", "gathered", *registry.RULES}  # rules of other features may mix rows
 
 
-_ROWS = Kind("rows")
+_ROWS, _PARTIAL = Kind("rows"), Kind("partial")
 
 
 class SequenceTracking(ActivationTracking):
     """A dispatch mode that follows rows and gives each tensor a kind: rows, replicated or sharded.
 
     A replicated parameter that is combined with rows has a partial gradient. An operation must not combine rows with a
-    sharded activation, or with a replicated activation that has a gradient.
+    sharded activation, or with a replicated activation that has a gradient. An argument whose gradients are summed is
+    *partial* inside the block, as is each result without rows; it must meet rows only.
 
     Args:
         stack: Paths of the running modules.
@@ -293,6 +305,15 @@ class SequenceTracking(ActivationTracking):
     def block(self) -> str:
         """The path of the running block; empty outside blocks."""
         return next((path for path in self.stack if path in self.on_rows), "")
+
+    def mark(self, value: Any, kind: Kind) -> Any:
+        if any(self._kinds.get(tensor) == _PARTIAL for tensor in tensors_in(value)):
+            raise MixedRows("uses an argument with partial gradients outside rows")
+        return super().mark(value, kind)
+
+    def mark_partial(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor for a block's argument whose gradients are summed over the ranks."""
+        return self.mark(torch.empty_like(x), _PARTIAL)
 
     def mark_rows(self, value: Any) -> Any:
         """Mark every tensor in ``value`` as rows; returns ``value``."""
@@ -323,23 +344,25 @@ class SequenceTracking(ActivationTracking):
     def _combine(self, kinds: list[Kind]) -> Kind:
         names = {kind.name for kind in kinds}
         parameters = {name for kind in kinds for name in kind.parameters}
-        if "rows" not in names:
+        if not names & {"rows", "partial"}:
             if names & {"replicated", "sharded"}:
                 self.on_full |= parameters
             return super()._combine(kinds)
         if "sharded" in names:
             raise MixedRows("combines rows with a sharded activation")
+        if "replicated" in names and "rows" not in names:
+            raise MixedRows("combines a full activation that requires a gradient with an argument of rows")
         if "replicated" in names:
             raise MixedRows("combines rows with a full activation that requires a gradient")
         inside = sorted(name[1:] for name in parameters if name.startswith("+"))
         if inside:
             raise MixedRows(f"combines rows with {inside[0]}, which works inside a sharded region")
         if self.block:
-            self.worked.add(self.block)
+            self.worked |= {self.block} if "rows" in names else set()
             self.on_rows[self.block] |= parameters
-        elif parameters:
-            raise MixedRows(f"combines rows with {min(parameters)} outside the blocks")
-        return _ROWS
+        elif parameters or "rows" not in names:
+            raise MixedRows(f"combines rows with {min(parameters, default='an argument')} outside the blocks")
+        return _ROWS if "rows" in names else _PARTIAL
 
 
 class ModuleNotes:
@@ -349,11 +372,14 @@ class ModuleNotes:
         ran: Block -> paths of the modules that ran in it.
         seen, given: Names of tensor arguments: of the models around the blocks, and of the blocks.
         sequences: Names of block arguments ``[batch, seq, features]`` other than the hidden states.
+        streams: Names of such arguments with gradients and another length.
+        summed: Name of an argument with gradients and without rows -> its shape without the batch.
     """
 
     def __init__(self, shard: nn.Module, tracking: SequenceTracking, length: int) -> None:
         self.ran: dict[str, set[str]] = {block: set() for block in tracking.on_rows}
         self.seen, self.given, self.sequences = set[str](), set[str](), set[str]()
+        self.streams, self.summed = set[str](), dict[str, tuple[int, ...]]()
         self._tracking, self._length = tracking, length
         blocks = {id(shard.get_submodule(path)) for path in self.ran}
         for path, module in shard.named_modules():
@@ -365,15 +391,24 @@ class ModuleNotes:
     ) -> None:
         if self._tracking.block:
             self.ran[self._tracking.block].add(path)
-        if not is_block and not isinstance(module, PreTrainedModel):
+        is_model = is_hugging_face_model(module)
+        if not is_block and not is_model:
             return
         given = given_by_name(module, args, kwargs)
         held = {name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))}
-        self.seen |= held if isinstance(module, PreTrainedModel) else set()
+        counts = {name for name, value in given if any(type(leaf) is int for leaf in tree_leaves(value))}
+        self.seen |= held if is_model else set()
+        self.seen |= counts if is_model and not path else set()  # of the sample, such as the height of an image
         if is_block:
             self.given |= held
             self.sequences |= {name for name, value in given[1:] if isinstance(value, torch.Tensor)
                             and value.ndim == 3 and value.shape[1] == self._length}  # fmt: skip
+            for name, value in given[1:]:
+                if isinstance(value, torch.Tensor) and self._tracking.is_replicated(value):
+                    if all(size % self._tracking.rows.prime for size in value.shape):
+                        self.summed[name] = tuple(value.shape[1:])
+                    elif value.ndim == 3 and value.shape[1] != self._length:
+                        self.streams.add(name)
 
 
 class SampleRows(RowsOfList):
@@ -390,18 +425,32 @@ class SampleRows(RowsOfList):
         if x.shape[0] % self.batch or not (natural or x.ndim == 3):
             raise MixedRows(f"expected hidden states [batch, seq, hidden], got shape {list(x.shape)}")
         self.shape = list(x.shape)
-        self.rows = rows_layout(self.length, self.region.axis.size)
+        layout = rows_layout(self.length, self.region.axis.size)
+        assert layout is not None
+        self.rows = Rows(self.region.axis, (layout,))
         return x
+
+    def take(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return a further argument of a block."""
+        return self.region.tracking.mark_partial(x) if name in self.summed else super().take(name, x)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return rows of the sample."""
+        if self.rows is not None and x.shape[1] in [each.size for each in self.rows.layouts[1:]]:
+            return super().enter(x)
         return super().enter(self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:])))
 
-    def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
+    def leave(self, x: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         """Return full hidden states with the original length."""
         y = super().leave(x, rows)
+        if self.streams and y.shape[1] != self.length:
+            return y
         return self.region.mark_replicated(y.new_empty(*self.shape[:2], *y.shape[2:]))
 
     def has_new_arguments(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return False: a dry run knows all arguments."""
+        return False
+
+    def is_changed_between(self, others: Any) -> bool:
         """Return False: a dry run knows all arguments."""
         return False

@@ -39,9 +39,14 @@ def own_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
     return _unflattened(x, rows.size, lambda y: scatter(y, axis, rows, 1))
 
 
+def sum_gradients(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return a copy of a replicated tensor that works on rows; the backward sums its gradients."""
+    return copy(x, axis)
+
+
 def take_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
     """Keep this rank's rows of ``x``; a single row for all positions, ``[batch, 1, ...]``, stays and sums gradients."""
-    return copy(x, axis) if x.shape[1] == 1 else own_rows(x, axis, rows)
+    return sum_gradients(x, axis) if x.shape[1] == 1 else own_rows(x, axis, rows)
 
 
 def _unflattened(x: torch.Tensor, length: int, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -53,15 +58,30 @@ def _unflattened(x: torch.Tensor, length: int, change: Callable[[torch.Tensor], 
 
 
 class Rows(NamedTuple):
-    """The rows of the running block, for its regions (``Region.rows``); ``training``: mode of the block."""
+    """The rows of the running block, for its regions (``Region.rows``).
+
+    Attributes:
+        layouts: Layout of the hidden states' rows, and of each further stream of another length.
+        training: Mode of the block.
+    """
 
     axis: Axis
-    layout: Layout
-    training: bool
+    layouts: tuple[Layout, ...]
+    training: bool = False
+
+    def of_full(self, x: torch.Tensor) -> Layout:
+        """Return the layout for a full sequence."""
+        return next((each for each in self.layouts if x.ndim > 2 and each.size == x.shape[1]), self.layouts[0])
+
+    def of_rows(self, x: torch.Tensor) -> Layout:
+        """Return the layout of this rank's rows; no two layouts have as many of them."""
+        own = ((each, each.local_size(self.axis.rank)) for each in self.layouts)
+        return next((each for each, size in own if x.ndim > 2 and size == x.shape[1]), self.layouts[0])
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Reduce-scatter the output of a region, ``[batch, seq, ...] -> [batch, seq/tp, ...]``."""
-        return _unflattened(x, self.layout.size, lambda y: reduce_scatter(y, self.axis, 1, self.layout))
+        layout = self.of_full(x)
+        return _unflattened(x, layout.size, lambda y: reduce_scatter(y, self.axis, 1, layout))
 
 
 class Entered:

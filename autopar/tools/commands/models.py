@@ -329,7 +329,8 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
             warnings.simplefilter("ignore")  # PEFT uses deprecated names of transformers
             if library_of(model) is not None:  # as the scripts of diffusers do
                 diffusion: Any = model.requires_grad_(False)
-                diffusion.add_adapter(peft.LoraConfig(r=rank, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+                add = getattr(diffusion, "add_adapter", partial(peft.inject_adapter_in_model, model=diffusion))
+                add(peft.LoraConfig(r=rank, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
                 return diffusion
             return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
     except ValueError as error:

@@ -326,7 +326,10 @@ class _Trial:
         found, lacking = reached(blocks, path)
         name = candidate.name.removeprefix("config.")
         holders: list[Any] = found if name == candidate.name else [getattr(module, "config", None) for module in found]
-        everywhere = not lacking and all(type(getattr(holder, name, None)) is int for holder in holders)
+        try:
+            everywhere = not lacking and all(type(getattr(holder, name, None)) is int for holder in holders)
+        except RuntimeError:  # from transformers' configs of layers that differ
+            everywhere = False
         return join(path, candidate.name) if everywhere else join(marked(path, lacking), f"{candidate.name}?")
 
     def _place(self, text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, set_seed
+from transformers import PretrainedConfig, PreTrainedModel
 
 from autopar.compat.tensors import BatchNorm
 from autopar.config import ParallelConfig
@@ -24,7 +24,7 @@ from autopar.dry_run.inputs import pixel_shape, sample_inputs
 from autopar.errors import ConfigError, clip, type_and_text
 from autopar.pipeline_parallel.microbatch import OwnLoss
 from autopar.policy.schema import Policy
-from autopar.tools.verification.outputs import measure, named, of_first, tolerance_of
+from autopar.tools.verification.outputs import measure, named, of_first, reseed, tolerance_of
 
 _FIRST = 3  # in many configs, smaller ids are special tokens
 _PADDED = 2  # padding tokens of the last sample
@@ -211,7 +211,7 @@ def _has_samples_apart(plain: nn.Module, batches: Sequence[Batch]) -> bool:
 
 def halves_agree(plain: nn.Module, batch: Batch) -> bool:
     def logits(part: Mapping[str, Any]) -> Any:
-        set_seed(0)
+        reseed(0)
         return dict(named(plain(**copy.deepcopy(dict(part)))).items()).get("logits")
 
     expected, halves = logits(batch), [logits(part_of(batch, number, 2)) for number in range(2)]

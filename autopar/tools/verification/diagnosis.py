@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import set_seed
 
 from autopar.distributed.collectives import gathered
 from autopar.dry_run.activation_tracking import line_of
@@ -28,7 +27,7 @@ from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
 from autopar.tools.planner.parallelized import rule_of
 from autopar.tools.verification.checks import Named, generated, gradients, prompt_of
-from autopar.tools.verification.outputs import OF_GRADIENTS, Distance
+from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, reseed
 from autopar.tools.verification.recording import ModuleCall, Recording, recorded
 from autopar.tools.verification.report import Culprit, Row
 from autopar.tools.verification.session import Session
@@ -270,7 +269,7 @@ def _recorded_step(session: Session) -> tuple[Recording, Recording]:
     pipeline = session.state.pipeline(session.parallel)
     criterion = None if session.has_loss else session.criterion
     batch = copy.deepcopy(session.own_part(session.batches[0]))
-    set_seed(0)
+    reseed(0)
     with pipeline.engine.one_pass():
         step = pipeline.read_step(batch, criterion, backward=True, wants_loss=True)
         with recorded(session.parallel) as mine:

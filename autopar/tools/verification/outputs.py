@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -93,6 +95,13 @@ def _weighed(
     for row in rows:
         weights = torch.linspace(-1, 1, row.shape[1] + 1, device=row.device, dtype=row.dtype)[1:]
         yield of(row * weights).sum(1).mean() / (5 * most)
+
+
+def reseed(seed: int) -> None:
+    """Seed every generator that a model may draw from. transformers' function of this kind imports peft."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 TOLERANCES: dict[torch.dtype, float] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -86,10 +86,23 @@ def recorded(model: nn.Module) -> Iterator[Recording]:
         yield recording
 
 
+class Collective(NamedTuple):
+    """A collective: its name, the number of elements that a rank sends, and the dtype."""
+
+    name: str
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that a rank sends."""
+        return self.elements * self.dtype.itemsize
+
+
 class _Recorder(TensorTracking):
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Traffic] = []
+        self.found: list[Collective] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
@@ -99,11 +112,12 @@ class _Recorder(TensorTracking):
     def note(self, name: str, args: Any) -> None:
         """Record a call. The smallest tensor is the rank's contribution."""
         if tensors := list(tensors_in(args)):
-            self.found.append(Traffic(name, 1, min(tensors, key=torch.Tensor.numel).nbytes))
+            own = min(tensors, key=torch.Tensor.numel)
+            self.found.append(Collective(name, own.numel(), own.dtype))
 
 
 @contextmanager
-def recording_of(*axes: Axis) -> Iterator[list[Traffic]]:
+def recording_of(*axes: Axis) -> Iterator[list[Collective]]:
     """Record the collectives inside the block, over torch's process groups and the shared memory of ``axes``."""
     transports = [axis.transport for axis in axes if axis.transport is not None]
     with _Recorder() as recorder:
@@ -126,12 +140,12 @@ def recording_of(*axes: Axis) -> Iterator[list[Traffic]]:
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send", "receive")
 
 
-def counted(collectives: Sequence[Traffic]) -> tuple[Traffic, ...]:
+def counted(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
     """Return the traffic by kind, the largest first. Received messages count on the sender's rank."""
     calls, sizes = Counter[str](), Counter[str]()
     for each in collectives:
-        name = each.kind.replace("_", "").replace("recv", "receive")  # names of torch and of the transport
-        kind = next((kind for kind in _KINDS if name.startswith(kind.replace("-", ""))), each.kind)
+        name = each.name.replace("_", "").replace("recv", "receive")  # names of torch and of the transport
+        kind = next((kind for kind in _KINDS if name.startswith(kind.replace("-", ""))), each.name)
         calls[kind] += 1
         sizes[kind] += each.bytes
     return tuple(Traffic(kind, calls[kind], size) for kind, size in sizes.most_common() if kind != "receive")

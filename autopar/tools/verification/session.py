@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, set_seed
+from transformers import PretrainedConfig
 
 import autopar.api
 from autopar.compat.tensors import Dropout
@@ -32,8 +32,9 @@ from autopar.stored import stored_weights
 from autopar.tensor_parallel.apply import draw_seeds_alike
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.batches import Batch, fit, on_device, part_of
-from autopar.tools.verification.outputs import Slices, named, tolerance_of, total_loss
-from autopar.tools.verification.report import RankMemory, Traffic
+from autopar.tools.verification.outputs import Slices, named, reseed, tolerance_of, total_loss
+from autopar.tools.verification.recording import Collective
+from autopar.tools.verification.report import RankMemory
 
 _USUAL = ("p", "dropout", "attention_dropout")
 _LAYERS = re.compile(r"layer_?drop")
@@ -160,7 +161,7 @@ class Session:
         self.allowed = 0.0 if self.exact else self.tolerance
         self.piped = self.mpu.pp.size > 1 or self.mpu.dp.size > 1
         self.lacking: tuple[str, ...] = ()
-        self.sent: list[Traffic] = []
+        self.sent: list[Collective] = []
         self.memory: RankMemory | None = None
         self.plain_memory: RankMemory | None = None
         self.has_loss = loss_in(self.evaluate(self.plain, self.batches[0])) is not None
@@ -171,7 +172,7 @@ class Session:
     def evaluate(self, model: nn.Module, batch: Batch) -> Any:
         """Run a forward without gradients, in evaluation mode."""
         model.eval()
-        set_seed(0)
+        reseed(0)
         with self.own_failure(model):
             return named(model(**copy.deepcopy(dict(batch))))  # some models modify their labels
 
@@ -197,7 +198,7 @@ class Session:
         self.plain.train()
         losses = []
         for part in range(self.parts):
-            set_seed(number)  # every replica uses this seed
+            reseed(number)  # every replica uses this seed
             with self.own_failure(self.plain), self.drawing_as_stages():
                 output = named(self.plain(**part_of(copy.deepcopy(dict(self.batches[number])), part, self.parts)))
             losses.append(self.loss_of(output) / self.parts)
@@ -225,7 +226,7 @@ class Session:
     def train_parallel(self, number: int) -> tuple[Any, torch.Tensor | None]:
         """Run forward and backward on this replica's samples. Return outputs (on the last stage) and loss."""
         self.parallel.train()
-        set_seed(number)
+        reseed(number)
         batch = copy.deepcopy(self.own_part(self.batches[number]))
         scale: Callable[[torch.Tensor], torch.Tensor] = getattr(self.optimizers[1], "scale_loss", lambda loss: loss)
         if self.piped:

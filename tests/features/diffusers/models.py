@@ -22,7 +22,7 @@ SMALL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**_IMAGE, "attention_head_dim": 8, "sample_size": 8, "out_channels": 4, "joint_attention_dim": _TEXT}
         | {"pos_embed_max_size": 12, "caption_projection_dim": "8*", "pooled_projection_dim": 12}
         | {"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"},
-        {"hidden_states": (2, 4, 8, 8), "pooled_projections": (2, 12)},
+        {"hidden_states": (2, 4, 8, 8), "pooled_projections": (2, 12), "encoder_hidden_states": (2, 7, _TEXT)},
     ),
     "flux": (
         "FluxTransformer2DModel",
@@ -46,7 +46,8 @@ SMALL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "joint_attention_dim": _TEXT,
             "axes_dims_rope": (2, 2, 4),
         },
-        {"hidden_states": (2, 8, 4), "encoder_hidden_states_mask": [1] * _WORDS, "img_shapes": [[(1, 2, 4)]] * 2},
+        {"hidden_states": (2, 12, 4), "encoder_hidden_states": (2, 7, _TEXT), "encoder_hidden_states_mask": [1] * 7}
+        | {"img_shapes": [[(1, 3, 4)]] * 2},
     ),
     "ltx_video": (
         "LTXVideoTransformer3DModel",

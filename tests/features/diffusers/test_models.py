@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.config import ParallelConfig
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError
+from autopar.features.context_parallel.plan import plan_rows
 from autopar.features.diffusers.models import check_version
+from autopar.features.sequence_parallel.plan import sequence
 from autopar.policy.load import own_policies, read_user_policy
 from autopar.policy.match import find_policy
 from tests.features.diffusers.models import SMALL, make
@@ -97,9 +98,14 @@ def test_what_is_refused() -> None:
     assert ModelPlans.of(nn.ModuleDict({"inside": plain}), policy).prefix == "inside"
     with pytest.raises(UnsupportedModelError, match=r"for WanTransformer3DModel needs diffusers <0.42, got 0.42"):
         check_version(policy, "WanTransformer3DModel")
-    with pytest.raises(ConfigError, match=r"sequence_parallel .*WanTransformer3DModel"):
-        from autopar.features.sequence_parallel.plan import make as plan_sequences
-
-        config = {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}}
-        plans = ModelPlans.of(plain)
-        plan_sequences(plans, ParallelConfig.parse(config, 2), plans.stages(1))
+    for name, words in {
+        "flux": "in single_transformer_blocks.0: cat: works along the rows of",
+        "flux2": "Flux2Transformer2DModel: cat: works along the rows of",
+        "sana": "in transformer_blocks.0: RuntimeError: unflatten",
+    }.items():
+        plans = ModelPlans.of(make(name)[0])
+        with pytest.raises(ConfigError, match="sequence_parallel does not fit") as info:
+            sequence(plans, 2, plans.stages(1))
+        assert words in str(info.value), name
+    with pytest.raises(ConfigError, match="size=2 does not fit WanTransformer3DModel: the model must be"):
+        plan_rows(plain, own_policies()["wan"], "", 2)

@@ -22,6 +22,8 @@ from tests.pipeline_parallel.oracle import whole_tensors
 LAYERS = (
     r".*(blocks|layers)\.\d+\..*(to_q|to_v|to_out\.0|to_add_out|to_qkv_mlp_proj|proj_mlp|proj_out|net\.2|w2|linear_in)"
 )
+# Classes that run on rows of the sequence -> lengths of the image, and of the text if blocks return it
+ROWS = {"wan": [32], "ltx_video": [16], "pixart": [16], "sd3": [16, 7], "qwen_image": [12, 7]}
 
 
 class Holder(nn.Module):
@@ -72,7 +74,7 @@ def check(name: str, heads: int = 6, *, adapt: Callable[[nn.Module], nn.Module] 
     plain, inputs = make(name, heads)
     plain = adapt(plain)
     model = copy.deepcopy(plain)
-    sizes = {key: more.pop(key) for key in [*more] if key.endswith("_size")}
+    sizes = {key: more.pop(key) for key in [*more] if key.endswith("_size") or key == "sequence_parallel"}
     made = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
     policy = more.pop("policy", None)
     model, optimizer = autopar.initialize(model, {"model_parallelism": sizes, **more}, policy=policy, optimizer=made)
@@ -118,7 +120,6 @@ def test_one_of_each_mesh() -> None:
     model = check("wan", adapt=with_lora, pipeline_parallel_size=2)
     assert any(p.numel() for p in model.blocks[3].parameters()) is (model.mpu.pp.rank == 1)
     assert next(model.patch_embedding.parameters()).dtype is torch.float32  # diffusers reads such dtypes
-    check("flux", adapt=recomputed, pipeline_parallel_size=2)
     plain, inputs = make("wan")
     holder = autopar.initialize(Holder(copy.deepcopy(plain)), {"pp": 2})
     with torch.no_grad():
@@ -131,8 +132,30 @@ def test_one_of_each_mesh() -> None:
     assert all(torch.equal(part["image_rotary_emb"][1], rotary[1]) for part in parts)
 
 
+@with_package("diffusers", world_size=2)
+def test_sequence_parallel() -> None:
+    for name, lengths in ROWS.items():
+        check(name, adapt=with_lora, tensor_parallel_size=2, sequence_parallel=True)
+        model = check(name, adapt=recomputed, tensor_parallel_size=2, sequence_parallel=True)
+        block = next(module for module in model.modules() if hasattr(module, "rows_list"))
+        assert [layout.size for layout in block.rows_list.rows.layouts] == lengths, name
+    other_forms = {"wan": {"timestep": torch.rand(2, 32)}, "sd3": {"hidden_states": torch.rand(2, 4, 6, 8)}}
+    for name, other in other_forms.items():
+        plain, inputs = make(name)
+        model, sizes = copy.deepcopy(plain), {"tensor_parallel_size": 2, "sequence_parallel": True}
+        autopar.initialize(recomputed(model), {"model_parallelism": sizes})
+        for each in (recomputed(plain), model):  # blocks are recomputed after a forward of another form
+            (loss_of(each(**inputs)) + loss_of(each(**inputs | other))).backward()
+        gradients = whole_tensors(model, lambda parameter: parameter.grad)
+        for key, parameter in plain.named_parameters():
+            largest = max(1.0, float(parameter.grad.abs().max()))
+            close(gradients[key] / largest, parameter.grad / largest, f"gradient of {key} of {name}, two forms")
+
+
 @with_package("diffusers", world_size=3)
 def test_uneven_heads() -> None:
+    for name in ROWS:
+        check(name, heads=4, tensor_parallel_size=3, sequence_parallel=True)
     for name in SMALL:
         check(name, heads=4, tensor_parallel_size=3)
         check(name, heads=4, adapt=with_lora, tensor_parallel_size=3)
@@ -155,3 +178,4 @@ def test_replicas() -> None:
     for name in SMALL:
         check(name, tensor_parallel_size=2, zero={"stage": 1})
     check("flux2", tensor_parallel_size=2, pipeline_parallel_size=2, pipeline={"schedule": "zero-bubble"})
+    check("sd3", tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True)

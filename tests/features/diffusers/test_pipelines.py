@@ -1,15 +1,18 @@
 """Pipelines of diffusers with a parallel transformer, and training loops as in its scripts."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import autopar
 from tests.features.diffusers.models import make
 from tests.features.diffusers.test_saving import MESHES
 from tests.fetched_packages import with_package
+from tests.integrations.test_accelerate_calls import accelerator_of
 from tests.parity import all_close, close
 
 
@@ -65,27 +68,42 @@ def test_pipelines_return_the_picture_of_one_process() -> None:
         close(autopar.initialize(encoder, config)(ids).last_hidden_state, expected, f"encoder with {sizes}")
 
 
-def train(model: Any, optimizer: Any, ema: Any, trained: Any, own: Any = None) -> list[float]:
+def noisy(kind: str, step: int) -> dict[str, Any]:
     """Flow matching, as in the scripts of diffusers: noise, a time for each sample, the velocity as the target."""
-    losses, generator = [], torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(step)
+    shape: tuple[int, ...] = {"wan": (4, 2, 8, 8), "sd3": (4, 8, 8), "flux": (8, 4)}[kind]
+    latents, noise, text = (torch.randn(4, *size, generator=generator) for size in (shape, shape, (5, 16)))
+    sigma = torch.rand(4, *[1] * len(shape), generator=generator)
+    batch = {"hidden_states": (1 - sigma) * latents + sigma * noise, "timestep": 1000 * sigma.flatten()}
+    batch |= {"encoder_hidden_states": text, "target": noise - latents, "weighting": 1 + sigma}
+    if kind != "wan":
+        batch |= {"pooled_projections": text[:, 0, :12], "return_dict": False}
+    if kind == "flux":
+        batch |= {"timestep": sigma.flatten(), "guidance": torch.tensor([3.5]).expand(4), "txt_ids": torch.zeros(5, 3)}
+        batch["img_ids"] = torch.arange(24.0).view(8, 3)
+    return batch
 
-    def loss_of(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        error = (outputs.sample.float() - inputs["target"].float()).square()
-        return (inputs["weighting"] * error).flatten(1).mean(1).mean()
 
-    for _ in range(3):
-        latents, noise, text = (torch.randn(4, *size, generator=generator) for size in ((4, 2, 8, 8),) * 2 + ((5, 16),))
-        sigma = torch.rand(4, 1, 1, 1, 1, generator=generator)
-        batch = {"hidden_states": (1 - sigma) * latents + sigma * noise, "timestep": 1000 * sigma.flatten()}
-        batch |= {"encoder_hidden_states": text, "target": noise - latents, "weighting": 1 + sigma}
-        batch |= {name: batch[name].to(model.dtype) for name in ("hidden_states", "encoder_hidden_states")}
-        batch = {key: own(value) for key, value in batch.items()} if own else batch
-        if hasattr(model, "execute_pipeline"):
+def loss_of(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    error = (outputs[0].float() - inputs["target"].float()).square()
+    return (inputs["weighting"] * error).flatten(1).mean(1).mean()
+
+
+def train(kind: str, model: Any, optimizer: Any, ema: Any, own: Any = None, script: Any = None, first: int = 0) -> Any:
+    """Three steps, or with ``first=3`` a fourth one. ``script``: the accelerator of a script."""
+    losses, trained = [], [weight for weight in model.parameters() if weight.requires_grad]
+    staged = hasattr(model, "execute_pipeline") and (script is None or model.mpu.pp.size > 1)
+    for step in range(first, 4 if first else 3):
+        batch = noisy(kind, step)
+        batch |= {name: batch[name].to(trained[-1].dtype) for name in ("hidden_states", "encoder_hidden_states")}
+        batch = {name: own(v) if own and torch.is_tensor(v) and len(v) == 4 else v for name, v in batch.items()}
+        if staged:
             loss = model.execute_pipeline(batch, loss_of, broadcast_loss=True).loss
         else:
-            given = ("hidden_states", "timestep", "encoder_hidden_states")
-            loss = loss_of(model(**{name: batch[name] for name in given}), batch)
-            loss.backward()
+            loss = loss_of(model(**{key: batch[key] for key in batch if key not in ("target", "weighting")}), batch)
+            (script.backward if script else torch.Tensor.backward)(loss)
+        if kind != "wan":
+            (script or torch.nn.utils).clip_grad_norm_(trained, 0.1)
         optimizer.step()
         optimizer.zero_grad()
         ema.step(trained)
@@ -113,39 +131,53 @@ def in_four_bits() -> Any:
     return model
 
 
-def check_training(name: str) -> None:
+def check_training(mesh: str, kind: str = "wan", folder: Any = None) -> None:
+    """Train a Wan; or adapters of an image model with accelerate, as the DreamBooth scripts do, and resume."""
     from diffusers.training_utils import EMAModel
+    from peft import LoraConfig, get_peft_model_state_dict
 
-    sizes = {"pp": MESHES[1], "checkpointing": MESHES[1]}.get(name, {} if "zero" in name else MESHES[0])
-    config: dict[str, Any] = {"model_parallelism": sizes} if sizes else {"zero": {"stage": int(name[-1])}}
-    config |= {"pipeline": {"num_microbatches": 2}} if sizes else {}
-    config |= {"precision": {"dtype": "bf16"}} if name == "bf16" else {}
-    plain = in_four_bits() if name == "nf4" else make("wan")[0]
-    model = in_four_bits() if name == "nf4" else copy.deepcopy(plain)
-    for each in (plain, model):
-        each.train()
-        if name == "checkpointing":
-            each.enable_gradient_checkpointing()
-    trained = [[weight for weight in each.parameters() if weight.requires_grad] for each in (plain, model)]
+    name, lora = f"{kind} in {mesh}", kind != "wan"
+    config: dict[str, Any] = {"precision": {"dtype": "bf16" if mesh == "bf16" else "fp32"}}
+    stages = {"model_parallelism": MESHES[mesh == "pp"], "pipeline": {"num_microbatches": 2}}
+    config |= {"zero": {"stage": int(mesh[-1])}} if (replicas := "zero" in mesh) else stages
+    plain = in_four_bits() if mesh == "nf4" else make(kind)[0]
+    if lora:
+        plain.requires_grad_(False).enable_gradient_checkpointing()
+        plain.add_adapter(LoraConfig(r=4, init_lora_weights="gaussian", target_modules=["to_k", "to_q", "to_v"]))
+    model = in_four_bits() if mesh == "nf4" else copy.deepcopy(plain)
+    trained = [[weight for weight in each.train().parameters() if weight.requires_grad] for each in (plain, model)]
     optimizers = [torch.optim.AdamW(weights, lr=1e-3, eps=1e-3) for weights in trained]
-    expected = train(plain, optimizers[0], average := EMAModel(trained[0], decay=0.5), trained[0])
+    expected = train(kind, plain, optimizers[0], average := EMAModel(trained[0], decay=0.5))
     model, optimizer = autopar.initialize(model, config, optimizer=optimizers[1])
     trained[1] = [weight for weight in model.parameters() if weight.requires_grad]  # FSDP2 makes new objects
     ours = EMAModel(trained[1], decay=0.5)
-    replica = dist.get_rank() if not sizes else None
-    own = None if replica is None else lambda value: value.chunk(2)[replica]
-    losses = train(model, optimizer, ours, trained[1], own)
-    if replica is None:
-        close(torch.tensor(losses), torch.tensor(expected), "losses", tolerance=2e-2 if name == "bf16" else 1e-5)
-    if name in ("bf16", "nf4"):
-        return
-    all_close(dict(autopar.hf_weights(model)), dict(plain.state_dict()), f"trained with {name}")
-    ours.copy_to(trained[1])
-    average.copy_to(trained[0])
-    all_close(dict(autopar.hf_weights(model)), dict(plain.state_dict()), f"averaged with {name}")
+    own = (lambda value: value.chunk(2)[dist.get_rank()]) if replicas else None
+    script = accelerator_of() if lora else None
+    loop, optimizer = script.prepare(model, optimizer) if script else (model, optimizer)
+    losses = train(kind, loop, optimizer, ours, own, script)
+    if mesh == "bf16":
+        assert {name for name, p in model.named_parameters() if p.dtype == torch.float32} > {"scale_shift_table"}
+    if not replicas:
+        close(torch.tensor(losses), torch.tensor(expected), "losses", tolerance=2e-2 if mesh == "bf16" else 1e-5)
+    if lora:
+        model.save_parallelized(folder, optimizer=optimizer)  # the one of accelerate
+        train(kind, loop, optimizer, ours, own, script, first=3)
+        model.from_parallelized(folder, optimizer=optimizer)
+        train(kind, loop, optimizer, ours, own, script, first=3)
+        train(kind, plain, optimizers[0], average, first=3)
+        model.save_parallelized(folder, adapter_only=True)
+        adapters = {f"transformer.{key}": value for key, value in get_peft_model_state_dict(plain).items()}
+        all_close(load_file(folder / "pytorch_lora_weights.safetensors"), adapters, f"resumed: {name}")
+    elif mesh not in ("bf16", "nf4"):
+        all_close(dict(autopar.hf_weights(model)), dict(plain.state_dict()), f"trained with {name}")
+        ours.copy_to(trained[1])
+        average.copy_to(trained[0])
+        all_close(dict(autopar.hf_weights(model)), dict(plain.state_dict()), f"averaged with {name}")
 
 
 @with_package("diffusers", world_size=2)
-def test_training_as_in_one_process() -> None:
-    for name in ("tp", "pp", "zero 1", "zero 2", "zero 3", "checkpointing", "bf16", "nf4"):
-        check_training(name)
+def test_training_as_in_one_process(tmp_path: Path) -> None:
+    for mesh in ("tp", "pp", "zero 1", "zero 2", "zero 3", "bf16", "nf4"):
+        check_training(mesh)
+    for number, mesh in enumerate(("tp", "pp", "zero 1") * 2):
+        check_training(mesh, "sd3" if number < 3 else "flux", tmp_path / str(number))
