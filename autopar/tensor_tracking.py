@@ -122,9 +122,9 @@ _FACTS = {
     *("is_quantized", "is_nested"),
 }
 # Functions that make another tensor of the same shape or type.
-_LIKE = {
+LIKE = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
-    *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+    *("new_zeros", "new_ones", "new_empty", "new_empty_strided", "new_full", "new_tensor"),
 }
 
 
@@ -171,7 +171,7 @@ class LazyGatherTensor(torch.Tensor):
             if name in _FACTS:
                 with no_overrides():
                     return func(*args, **kwargs)
-            if name in _LIKE:
+            if name in LIKE:
                 with no_overrides():
                     alike = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
                 return func(alike, *args[1:], **kwargs)

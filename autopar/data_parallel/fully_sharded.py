@@ -181,8 +181,7 @@ class FullySharded:
         gathered = gathered_parameters(self.model) if others else set()  # generate gathers before a forward
         new = [(module, name) for module, name, now in others if id(now) not in gathered]
         if new:
-            paths = {id(module): path for path, module in self.model.named_modules()}
-            listed = ", ".join(f"{paths.get(id(module), '?')}.{name}" for module, name in new[:3])
+            listed = ", ".join(f"{self._paths.get(module, '?')}.{name}" for module, name in new[:3])
             raise ConfigError(
                 f"{len(new)} parameters were replaced after autopar.initialize ({listed}), which zero.stage "
                 f"{self._stage} (FSDP2) does not support\n  Tie or replace weights before autopar.initialize; write "

@@ -17,6 +17,7 @@ from autopar.compat.c10d import is_flat_parameter
 from autopar.compat.patches import hold, release
 from autopar.compat.tensors import local_part, own_parameters
 from autopar.distributed.axis import Axis, device_of
+from autopar.distributed.collectives import gathered
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
@@ -34,9 +35,7 @@ def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
     mine = frozenset(plan.canonical(name) for name in names)
     if mpu.pp.size == 1:
         return mine
-    held: list[frozenset[str]] = [mine] * mpu.pp.size
-    dist.all_gather_object(held, mine, group=mpu.pp.group)
-    return mine.difference(*held[: mpu.pp.rank])
+    return mine.difference(*gathered(mine, mpu.pp.group)[: mpu.pp.rank])
 
 
 def tensor_norm(

@@ -37,6 +37,7 @@ from autopar.data_parallel.precision import (
 )
 from autopar.data_parallel.whole_parameters import FullParameters, MuonSteps, assign
 from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gathered
 from autopar.distributed.digest import sums_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
@@ -318,8 +319,7 @@ class ParallelStep:
         found = torch.tensor(len(left), device="cpu")  # over gloo, so that the host does not wait for a GPU
         all_reduce(found, dist.ReduceOp.MAX, group=self.mpu.control)
         if found:
-            everyone = [left] * self.mpu.world_size
-            dist.all_gather_object(everyone, left, group=self.mpu.control)
+            everyone = gathered(left, self.mpu.control)
             rank, names = next((rank, names) for rank, names in enumerate(everyone) if names)
             raise ConsistencyError(
                 "gradients were not averaged by autopar; expected only the owner's with zero.reduce_scatter\n"

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from autopar.call_site import place_of_user, warn_user
 from autopar.compat.c10d import PrefixStore, default_group, default_store
 from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gathered
 from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import shorten_uncaught
 from autopar.distributed.gloo_collectives import all_reduce
@@ -197,8 +198,7 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
         start_process_group()
         largest, smallest = extremes([kind != "fine", of_text(text)], default_group())  # one all-reduce
         if largest != smallest or largest[0]:
-            verdicts = [(kind, text)] * dist.get_world_size()
-            dist.all_gather_object(verdicts, (kind, text))
+            verdicts = gathered((kind, text))
             told = verdicts[0] == (kind, text) if error is not None else verdicts[0][0] == "fine"
             error = error or _error_of_others(verdicts, made)
             if isinstance(error, AutoparError):
@@ -217,8 +217,7 @@ def _error_of_others(verdicts: list[tuple[str, str]], facts: Any) -> AutoparErro
             return ConsistencyError(f"rank {rank} cannot initialize its model, so no rank does:\n{text}")
     different = [rank for rank, verdict in enumerate(verdicts) if verdict != verdicts[0]]
     mine = json.loads(json.dumps(facts, default=str))
-    everyone = [mine] * len(verdicts)
-    dist.all_gather_object(everyone, mine if dist.get_rank() in (0, different[0]) else None)
+    everyone = gathered(mine if dist.get_rank() in (0, different[0]) else None)
     found = list(islice(differences(everyone[0], everyone[different[0]]), _SHOWN + 1))
     lines = [f"  {name}: rank 0: {one}, rank {different[0]}: {other}" for name, one, other in found[:_SHOWN]]
     return ConsistencyError(

@@ -163,6 +163,13 @@ def extremes_over(axis: Axis, numbers: Sequence[int]) -> tuple[list[int], list[i
     return [max(column) for column in columns], [min(column) for column in columns]
 
 
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values, which are pickled, of all ranks of a group (default: the world), in order."""
+    everyone = [value] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
 def exchange(sent: Sequence[Sequence[torch.Tensor]], due: Sequence[Sequence[torch.Tensor]], axis: Axis) -> None:
     """Send tensors to each rank, and fill the tensors that are due from each rank, in one all-to-all of bytes."""
     assert axis.group is not None
@@ -288,14 +295,6 @@ def _own_shard(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.T
     return layout.shard(x, axis.rank, dim)
 
 
-def _owned_shard(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    return owned(layout.shard(x, axis.rank, dim), axis, layout, dim)
-
-
-def _owned_again(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    return owned(scatter(x, axis, layout, dim), axis, layout, dim)
-
-
 def _joined(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
     """Join shards. For units that several ranks hold, each of them has a part of the sum."""
     return sum_shards(x, axis, layout, dim) if layout.replicated else all_gather(x, axis, layout, dim)
@@ -307,27 +306,6 @@ def _joined_again(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torc
 
 def _replicas_summed(x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
     return layout.shard(sum_shards(x, axis, layout, layout.dim), axis.rank)
-
-
-def _replicas_again(x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
-    return _apply(_SumOfReplicas, x, axis, layout)
-
-
-class _GatherSum(torch.autograd.Function):
-    @staticmethod
-    @named_collective("all-gather: entry of a sharded region")
-    def forward(
-        ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout, gathered: torch.Tensor | None
-    ) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis, ctx.dim, ctx.layout = axis, dim, layout
-        return all_gather(x, axis, layout, dim) if gathered is None else gathered.detach()
-
-    @staticmethod
-    @named_collective("reduce-scatter: gradient at the entry of a sharded region")
-    @any_order(lambda ctx, grad: (reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), *(None,) * 4))
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return reduce_scattered(grad, ctx.axis, ctx.dim, ctx.layout), None, None, None, None
 
 
 def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
@@ -378,7 +356,8 @@ def gather_sum(
         layout: The layout of ``n``; by default all shards have this rank's size.
         gathered: The result of the all-gather, if known already.
     """
-    return _apply(_GatherSum, x, axis, dim, layout or even_layout(x.shape[dim] * axis.size, axis.size), gathered)
+    known = [] if gathered is None else [gathered.detach()]  # a list, so that the graph does not keep the tensor
+    return _apply(_GatherSum, x, axis, dim, layout or even_layout(x.shape[dim] * axis.size, axis.size), known)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0, layout: Layout | None = None) -> torch.Tensor:
@@ -409,8 +388,22 @@ def sum_replicas(weight: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tens
 _EXIT, _ENTRY = "exit of a sharded region", "gradient at the entry of a sharded region"
 _Copy = linear("_Copy", as_view, all_reduce, reduce, "", f"all-reduce: {_ENTRY}")
 _Reduce = linear("_Reduce", all_reduce, itself, copy, f"all-reduce: {_EXIT}")
-_Gather = linear("_Gather", all_gather, _owned_shard, _owned_again, f"all-gather: {_EXIT}")
+_Gather = linear(
+    "_Gather",
+    all_gather,
+    lambda x, axis, layout, dim: owned(layout.shard(x, axis.rank, dim), axis, layout, dim),
+    lambda x, axis, layout, dim: owned(scatter(x, axis, layout, dim), axis, layout, dim),
+    f"all-gather: {_EXIT}",
+)
 _Scatter = linear("_Scatter", _own_shard, _joined, _joined_again, "", f"all-gather: {_ENTRY}")
+_GatherSum = linear(
+    "_GatherSum",
+    lambda x, axis, dim, layout, known: known.pop() if known else all_gather(x, axis, layout, dim),
+    lambda x, axis, dim, layout, known: reduce_scattered(x, axis, dim, layout),
+    lambda x, axis, dim, layout, known: reduce_scatter(x, axis, dim, layout),
+    "all-gather: entry of a sharded region",
+    f"reduce-scatter: {_ENTRY}",
+)
 _ReduceScatter = linear(
     "_ReduceScatter",
     reduce_scattered,
@@ -427,9 +420,11 @@ _AllToAll = linear(
     "all-to-all: rows",
 )
 _OF_REPLICAS = "all-reduce: gradient of a weight with replicated units"
-_SumReplicas = linear("_SumReplicas", as_view, _replicas_summed, _replicas_again, "", _OF_REPLICAS)
-_SumOfShards = linear("_SumOfShards", sum_shards, _own_shard, scatter, f"all-reduce: {_ENTRY}")
 _SumOfReplicas = linear("_SumOfReplicas", _replicas_summed, itself, sum_replicas, _OF_REPLICAS)
+_SumReplicas = linear(
+    "_SumReplicas", as_view, _replicas_summed, lambda x, *of: _apply(_SumOfReplicas, x, *of), "", _OF_REPLICAS
+)
+_SumOfShards = linear("_SumOfShards", sum_shards, _own_shard, scatter, f"all-reduce: {_ENTRY}")
 
 
 class _ReduceInPlace(_Reduce):  # type: ignore[misc, valid-type]

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from autopar.call_site import is_installed
 from autopar.compat.c10d import PrefixStore, backends_of, default_group, default_store, has_timeout, set_timeout
+from autopar.distributed.collectives import gathered
 from autopar.distributed.mesh import MPU, destroy_dropped, dropped
 from autopar.distributed.process import Process, end_after_gloo
 from autopar.errors import AutoparError, PipelineError, first_line
@@ -62,9 +63,7 @@ class FailureLog(NotCopied):
     def __init__(self, mpu: MPU, timeout: float) -> None:
         self.mpu, self.timeout = mpu, timeout
         mine = (Process.current(), uuid.uuid4().hex, dropped())
-        everyone = [mine] * mpu.world_size
-        if mpu.world_size > 1:
-            dist.all_gather_object(everyone, mine, group=mpu.control)
+        everyone = gathered(mine, mpu.control) if mpu.world_size > 1 else [mine]
         destroy_dropped([numbers for _, _, numbers in everyone])
         self._processes = [process for process, _, _ in everyone]
         self.name = everyone[0][1]  # unique for this log, identical on all ranks

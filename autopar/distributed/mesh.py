@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -170,8 +170,7 @@ class MPU(NotCopied):
         self.random_tracker: Any = None
         self.failures: Any = None
         self._owned: list[dist.ProcessGroup] = owned_groups(self)
-        self._mesh: DeviceMesh | None = None
-        self._lines: dict[str, DeviceMesh] = {}  # by name of the axis
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}  # by names of the dims
         self.alive = True
         made: dict[tuple[int, ...], Any] = {}
         number_groups_alike(dist.group.WORLD)
@@ -247,12 +246,7 @@ class MPU(NotCopied):
     @property
     def mesh(self) -> DeviceMesh:
         """Return the mesh as torch's ``DeviceMesh`` over the same groups, with axes ``("pp", "dp", "cp", "tp")``."""
-        if self._mesh is None:
-            axes = [self.pp, self.dp, self.cp, self.tp]
-            ranks = torch.arange(self.world_size, dtype=torch.int).view(*(axis.size for axis in axes))
-            groups = [axis.group for axis in axes if axis.group is not None]
-            self._mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=_AXES)
-        return self._mesh
+        return self._mesh_of(_AXES, [self.pp, self.dp, self.cp, self.tp], range(self.world_size))
 
     @property
     def dp_cp_mesh(self) -> DeviceMesh:
@@ -269,12 +263,7 @@ class MPU(NotCopied):
         """Return the mesh for ``fully_shard``: one dim, or (copies, shards) if only a part of the ranks shards."""
         if self._hsdp is None:
             return self.dp_cp_mesh
-        if "fsdp" not in self._lines:
-            ranks = torch.tensor(self.dp_cp.ranks, dtype=torch.int).view(-1, self.fsdp.size)
-            groups: list[Any] = [axis.group for axis in (self._hsdp, self.fsdp)]
-            names = ("copies", "shards")
-            self._lines["fsdp"] = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
-        return self._lines["fsdp"]
+        return self._mesh_of(("copies", "shards"), [self._hsdp, self.fsdp], self.dp_cp.ranks)
 
     @property
     def shards_mesh(self) -> DeviceMesh:
@@ -286,10 +275,16 @@ class MPU(NotCopied):
         return self.tp, self.dp_cp, self.copies  # whose collectives of CPU tensors a transport may carry
 
     def _line(self, axis: Axis) -> DeviceMesh:
-        if axis.name not in self._lines:
-            assert axis.group is not None
-            self._lines[axis.name] = DeviceMesh.from_group(axis.group, self.device.type, mesh_dim_names=(axis.name,))
-        return self._lines[axis.name]
+        return self._mesh_of((axis.name,), [axis], axis.ranks)
+
+    def _mesh_of(self, names: tuple[str, ...], axes: Sequence[Axis], ranks: Sequence[int]) -> DeviceMesh:
+        """Return the mesh of ``ranks`` whose dims have the sizes and groups of ``axes``, always the same object."""
+        if names not in self._meshes:
+            placed = torch.tensor(ranks, dtype=torch.int).view(*(axis.size for axis in axes))
+            groups: list[Any] = [axis.group for axis in axes]
+            made = DeviceMesh.from_group(groups, self.device.type, mesh=placed, mesh_dim_names=names)
+            self._meshes[names] = made
+        return self._meshes[names]
 
     @property
     def saved_sizes(self) -> MeshSizes:
@@ -316,8 +311,7 @@ class MPU(NotCopied):
                     axis.transport = None
             destroy(self._owned)
             self._owned.clear()
-            self._mesh = None
-            self._lines.clear()
+            self._meshes.clear()
             self.alive = False
 
     if not TYPE_CHECKING:

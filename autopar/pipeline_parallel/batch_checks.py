@@ -18,10 +18,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gathered
 from autopar.distributed.digest import hexdigest
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
@@ -218,9 +218,8 @@ def compare_call(
 def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float]:
     """Return each replica's count of labels or samples. Raise if the data has ended on only some replicas."""
     purpose = "agreeing with the other data-parallel replicas that each has a batch"
-    counts: list[Any] = [count] * axis.size
     with p2p.failures.blame(purpose, axis.ranks):
-        dist.all_gather_object(counts, count, group=axis.group)
+        counts = gathered(count, axis.group)
     ended = [str(place) for place, other in enumerate(counts) if other is None]
     if ended and len(ended) < axis.size:
         going = [str(place) for place, other in enumerate(counts) if other is not None]

@@ -9,7 +9,6 @@ not split.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,7 +158,7 @@ def weights_of(
     """
     if reduction != "tokens":
         return [1.0 if reduction == "sum" else 1 / len(microbatches)] * len(microbatches)
-    found = [_labels_in(m, main_input, shifted) if count is None else count(m) for m in microbatches]
+    found = [label_count(m, main_input, shifted) if count is None else count(m) for m in microbatches]
     tensors = [count for count in found if isinstance(count, torch.Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else ())  # one synchronization of a GPU for all
     counts = [next(numbers) if isinstance(count, torch.Tensor) else count for count in found]
@@ -174,12 +173,8 @@ def weights_over_replicas(weights: list[float], counts: list[float], replica: in
     return [weight * factor for weight in weights]
 
 
-def label_count(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> int:
+def label_count(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> torch.Tensor | int:
     """Count the labels in the loss of a batch, or its samples if it has no labels."""
-    return int(_labels_in(microbatch, main_input, shifted))
-
-
-def _labels_in(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> torch.Tensor | int:
     shifted_labels = microbatch.get("shift_labels")
     labels = microbatch.get("labels") if shifted_labels is None else shifted_labels
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim == 0:
@@ -252,7 +247,8 @@ def _of_medium(
     lengths = {name: len(value) for name, value in listed.items()}
     count = len(grid) if grid is not None else max(lengths.values())
     sizes = {count: [1] * count} | ({} if patches is None else {sum(patches): patches})
-    token = _token(medium, config)
+    tokens = (getattr(each, name, None) for each in _configs(config) for name in medium.tokens)
+    token = next((token for token in tokens if type(token) is int), None)
     each: list[int] | None = None  # number of each sample
     if token is not None and ids is not None and ids.shape[:1] == (samples,) and set(lengths.values()) <= set(sizes):
         each = _of_each(ids == token, patches, count)
@@ -271,12 +267,6 @@ def _of_medium(
 def _is_list_of(value: Any, kind: Any) -> bool:
     """Return whether a value is a list of data, such as the seconds of each video."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, kind) for entry in value)
-
-
-def _token(medium: _Medium, config: Any) -> int | None:
-    """Return the token of a medium in the config, or in a config inside it."""
-    tokens = (getattr(each, name, None) for each in _configs(config) for name in medium.tokens)
-    return next((token for token in tokens if type(token) is int), None)
 
 
 def _configs(config: Any) -> list[Any]:
@@ -336,12 +326,9 @@ class OwnLoss:
     def shifted(self) -> bool:
         """Return whether the loss skips the first label of each sequence, as in causal models."""
         if self.kind == "loss_function":  # encoder-decoders shift their labels before the loss
-            return not self._has_encoder and self._function is ForCausalLMLoss
+            encodes = isinstance(self.model, PreTrainedModel) and is_encoder_decoder(self.model)
+            return not encodes and self._function is ForCausalLMLoss
         return self.kind in ("shifted_mean", "shifted_attended_mean")
-
-    @functools.cached_property
-    def _has_encoder(self) -> bool:
-        return isinstance(self.model, PreTrainedModel) and is_encoder_decoder(self.model)
 
     def counted(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with -100 for labels that ``ignore_index`` or ``attention_mask`` excludes."""

@@ -29,7 +29,7 @@ from autopar.distributed.rng import Generators
 from autopar.errors import AutoparError, UnsupportedModelError, listed
 from autopar.pipeline_parallel.p2p import is_output, map_tensors
 from autopar.swap import plain_class, swap
-from autopar.tensor_tracking import TensorTracking, parts_of, storage_key, tensors_in, written_in_place
+from autopar.tensor_tracking import LIKE, TensorTracking, parts_of, storage_key, tensors_in, written_in_place
 
 if TYPE_CHECKING:
     from autopar.pipeline_parallel.stage_forward import StageForward
@@ -108,7 +108,8 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
         if _has_rows(parts, sizes):
             return torch.cat(parts)
         if _is_mean(parts):
-            return sum(_weighted(part, weight) for part, weight in zip(parts, weights, strict=True))
+            # The loss of a micro-batch without labels is NaN, and its weight is 0.
+            return sum(x * weight if weight else torch.zeros_like(x) for x, weight in zip(parts, weights, strict=True))
         return torch.cat(parts) if first.ndim else first.detach()
     if isinstance(first, Cache):
         return None
@@ -151,20 +152,9 @@ def _is_mean(parts: list[torch.Tensor]) -> bool:
     return first.ndim < 2 or all(torch.equal(part, first) for part in parts[1:])
 
 
-def _weighted(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """Return 0 for the loss of a micro-batch without labels, which is NaN."""
-    return loss * weight if weight else torch.zeros_like(loss)
-
-
 def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cache | None:
     """Return the cache among the arguments of a call, or None."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-
-
-def copy_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Copy the caches among the arguments of a call that may run twice; other objects are not copied."""
-    copied = [copy.deepcopy(value) if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
-    return copied[: len(args)], dict(zip(kwargs, copied[len(args) :], strict=True))
 
 
 def kind_of_cache(cache: Cache) -> tuple[str, bool | None]:
@@ -229,14 +219,6 @@ def _layer_index(block: nn.Module) -> int | None:
     return None
 
 
-# Operations that read only shapes and dtypes.
-_VALUELESS = frozenset(
-    f"{name}{ending}"
-    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
-    for ending in ("_like",)
-) | {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
-
-
 class Provenance(TensorTracking):
     """A dispatch mode that maps each tensor to the names of the marked tensors from which it was computed.
 
@@ -279,7 +261,7 @@ class Provenance(TensorTracking):
         """Set the origins of the arguments on the result, and on tensors written in place."""
         inputs = list(tensors_in((args, kwargs)))
         found = frozenset().union(*map(self._of, inputs))
-        if not found or schema_of(func).name.rpartition("::")[2] in _VALUELESS:
+        if not found or schema_of(func).name.rpartition("::")[2] in LIKE:  # reads only shape and dtype
             return
         if func is ITEM:
             self.read_by_control_flow |= found
@@ -302,7 +284,7 @@ def examine(
         The result, the names of the placeholders or outputs ("the output of ...") on which it depends, and the entries
         of the last stage's result that depend on placeholders if other entries do not.
     """
-    kept = copy_caches(args, kwargs)
+    kept = [copy.deepcopy(value) if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
     state = Generators.now()
     result, provenance = _followed(forward, model, args, kwargs)
     if (
@@ -310,7 +292,8 @@ def examine(
     ):  # the block before this stage was skipped, so start again
         state.restore()
         forward.restart(forward.before[-1])
-        result, provenance = _followed(forward, model, *kept)
+        again = dict(zip(kwargs, kept[len(args) :], strict=True))
+        result, provenance = _followed(forward, model, kept[: len(args)], again)
     missing, unavailable = provenance.read_by_control_flow, []
     if forward.last and isinstance(result, ModelOutput):
         chief = next((name for name in result if "loss" not in name), next(iter(result)))  # logits, or hidden states

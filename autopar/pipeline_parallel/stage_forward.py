@@ -16,8 +16,8 @@ a third stream, because the stage with the end of the encoder has drawn from its
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -96,11 +96,9 @@ class Streams:
         self.stages = stages
         self.first = None if seed is None else seed + (stages + 1) * microbatch
 
-    @contextmanager
-    def front(self) -> Iterator[None]:
+    def front(self) -> AbstractContextManager[None]:
         """Draw from the stream of the code before the blocks, until another stream begins."""
-        with nullcontext() if self.first is None else seeded(self.first):
-            yield
+        return nullcontext() if self.first is None else seeded(self.first)
 
     def stage(self, number: int) -> None:
         """Switch to the stream of a stage's blocks; the first stage keeps the stream of the code before them."""
@@ -176,12 +174,8 @@ class StageForward:
         assert self.received is not None, f"element {place} of a stage that received nothing"
         self.before.append(place)
         number = bisect_left(self.context.ends, place)
-        if number < bisect_left(self.context.ends, self.start - 1):  # in an earlier list, with other outputs
-            made = unpack_shapes(self.received.ended[number], next(tensors_in(self.received.output)).device)
-            if self.provenance is not None:
-                self.provenance.mark(made, [f"the output of block {place}"])
-            return made
-        if self.provenance is None or place == self.source:
+        in_earlier_list = number < bisect_left(self.context.ends, self.start - 1)  # with other outputs
+        if not in_earlier_list and (self.provenance is None or place == self.source):
             return self.received.output
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,8 +183,12 @@ class StageForward:
             self._copies.append((place, copied, version_of(copied)))
             return copied
 
-        made = map_tensors(self.received.output, copy)
-        self.provenance.mark(made, [f"the output of block {place}"])
+        if in_earlier_list:
+            made = unpack_shapes(self.received.ended[number], next(tensors_in(self.received.output)).device)
+        else:
+            made = map_tensors(self.received.output, copy)
+        if self.provenance is not None:
+            self.provenance.mark(made, [f"the output of block {place}"])
         return made
 
     def come_to(self, place: int) -> None:

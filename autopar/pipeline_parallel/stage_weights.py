@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.compat.tensors import local_part, no_overrides, own_buffers, own_parameters
+from autopar.compat.tensors import local_part, no_overrides, own_buffers, own_parameters, tree_map_only
 from autopar.data_parallel.grad_sync import Alike, runs_of, sum_gradients
 from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gathered
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.errors import UnsupportedModelError
@@ -155,46 +156,40 @@ def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MP
     for module in released.emptied:
         unswap(module, _Emptied, "_autopar_like")
     shapes = put_back(model, released)
-    own: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
-    gone = {name: (module, key, buffer) for module, key, name, buffer in released.buffers}
-    buffers: dict[str, Any] = dict(model.named_buffers(remove_duplicate=False))
-    here = {name: own.get(name, buffers.get(name)) for name in plan.tensors if name not in shapes}
+    for module, key, _, buffer in released.buffers:
+        own_buffers(module)[key] = torch.empty_like(buffer, device=mpu.device) if buffer.is_meta else buffer
+    gone = {*shapes, *(name for _, _, name, _ in released.buffers)}
+    held: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    held |= dict(model.named_buffers(remove_duplicate=False))
     dtypes = {
-        name: (value.dtype, None if value.grad is None else value.grad.dtype)
-        for name, value in here.items()
-        if value is not None
+        name: (held[name].dtype, None if held[name].grad is None else held[name].grad.dtype)
+        for name in plan.tensors
+        if name in held and name not in gone
     }
-    everyone = [dtypes] * mpu.pp.size
-    dist.all_gather_object(everyone, dtypes, group=mpu.pp.group)
+    everyone = gathered(dtypes, mpu.pp.group)
     done: set[int] = set()
-    held_by = {name: plan.holders(name) for name in plan.tensors}
-    for name, holders in held_by.items():
-        if name not in own or len(holders) == mpu.pp.size or id(own[name]) in done:
+    for name, holders in {name: plan.holders(name) for name in plan.tensors}.items():
+        if name not in held or len(holders) == mpu.pp.size or id(held[name]) in done:
             continue
-        parameter = own[name]
-        done.add(id(parameter))
+        tensor = held[name]
         dtype, of_gradient = everyone[holders[0]][name]  # which precision may have changed on the holders
+        if isinstance(tensor, nn.Parameter):
+            done.add(id(tensor))
         if name in shapes:
             empty = torch.empty(shapes[name], dtype=dtype, device=mpu.device)
-            if parameter.is_meta:  # the model was built without memory
-                replace_storage(parameter, empty)
+            if tensor.is_meta:  # the model was built without memory
+                replace_storage(tensor, empty)
             else:
-                parameter.data = empty
-        _broadcast(parameter.data, holders[0], mpu)
+                tensor.data = empty
+        elif name in gone:
+            tensor.data = tensor.data.to(dtype)
+        _broadcast(tensor.data, holders[0], mpu)
         if of_gradient is not None:
-            if parameter.grad is None:
+            if tensor.grad is None:
                 if of_gradient != dtype:
-                    parameter.grad_dtype = None
-                parameter.grad = torch.zeros_like(parameter, dtype=of_gradient)
-            _broadcast(parameter.grad, holders[0], mpu)
-    for name, holders in held_by.items():  # also buffers outside of blocks
-        if (name in gone or name in buffers) and len(holders) < mpu.pp.size:
-            if name in gone:
-                module, key, buffer = gone[name]
-                dtype = everyone[holders[0]][name][0]
-                back = torch.empty_like(buffer, device=mpu.device) if buffer.is_meta else buffer
-                own_buffers(module)[key] = buffers[name] = back.to(dtype)
-            _broadcast(buffers[name], holders[0], mpu)
+                    tensor.grad_dtype = None
+                tensor.grad = torch.zeros_like(tensor, dtype=of_gradient)
+            _broadcast(tensor.grad, holders[0], mpu)
 
 
 def put_back(model: nn.Module, released: ReleasedWeights) -> dict[str, torch.Size]:
@@ -251,7 +246,11 @@ class Placeholder(torch.Tensor):
                     f"into {first.weight_name}, which another stage holds.\n  Use pipeline_parallel_size=1."
                 )
             if func.__name__.strip("_") in DRAWS and first.in_front() is None:
-                _draw(func, first, args, kwargs)
+                # Draw the same numbers as the stage that holds the weight, and discard them.
+                with no_overrides():
+                    nothing = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+                    args, kwargs = tree_map_only(Placeholder, lambda x: nothing if x is first else x, (args, kwargs))
+                    func(*args, **kwargs)
             return None if func.__name__ in ("__setitem__", "__set__") else first
         with no_overrides():
             result = func(*args, **kwargs)
@@ -289,16 +288,6 @@ def _like(tensor: torch.Tensor, placeholder: Placeholder) -> Placeholder:
     made = tensor.as_subclass(Placeholder)
     made.weight_name, made.in_front = placeholder.weight_name, placeholder.in_front
     return made
-
-
-def _draw(func: Any, placeholder: Placeholder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Draw the same numbers as the stage that holds the weight, and discard them."""
-    with no_overrides():
-        nothing = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
-        if args and not kwargs.keys() & {"tensor"}:
-            func(nothing, *args[1:], **kwargs)
-        else:
-            func(**{**kwargs, "tensor": nothing})
 
 
 def _writes(func: Any) -> bool:

@@ -26,7 +26,6 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
@@ -34,7 +33,7 @@ from autopar.compat.tensors import leave_alone, remove_forward_hooks
 from autopar.compat.transformers import CACHES, caches_in, holds_states, holds_tokens
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import gather, scatter
+from autopar.distributed.collectives import gather, gathered, scatter
 from autopar.distributed.digest import leaves
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -142,8 +141,7 @@ def gather_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _gather_maps(output: Any, maps: list[torch.Tensor], axis: Axis, layouts: list[Layout]) -> Any:
-    sizes: list[list[int]] = [[]] * axis.size
-    dist.all_gather_object(sizes, [x.shape[1] for x in maps], group=axis.group)
+    sizes = gathered([x.shape[1] for x in maps], axis.group)
     known = {tuple(layout.local_size(rank) for rank in range(axis.size)): layout for layout in layouts}
     chosen = iter([known.get(each) for each in zip(*sizes, strict=True)])
 

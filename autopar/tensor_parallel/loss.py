@@ -180,46 +180,14 @@ def _differentiable(
     return out.masked_fill(targets.ignored.unsqueeze(1), 0.0).to(logits.dtype)
 
 
-def _cross_entropy_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    logits, log_total, *targets = ctx.saved_tensors
-    facts = (log_total, Targets(*targets), grad, ctx.label_smoothing, ctx.vocab_size, ctx.axis)
-    return _differentiable(logits, *facts), None, None, None, None
-
-
-def _chunked_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients for all tokens at once, since a graph of them is kept for second derivatives."""
     log_total, column, mine, ignored, *saved = ctx.saved_tensors
+    facts = (log_total, Targets(column, mine, ignored), grad, ctx.smoothing, ctx.vocab_size, ctx.axis)
+    if ctx.shards is None:
+        return *(None,) * 5, _differentiable(saved[0], *facts)
     ctx.shards.head.seen.went_back = True
-    with torch.enable_grad():
-        inputs = [x.view_as(x) for x in saved]  # views, so that other uses of a tied weight add no gradients here
-        local = ctx.shards.of_inputs(inputs).local()  # [tokens, vocab/tp]
-    facts = (log_total, Targets(column, mine, ignored), grad, ctx.smoothing, ctx.vocab_size, ctx.shards.axis)
-    wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad[4:], strict=True) if needed]
-    part, again = _differentiable(local, *facts), torch.is_grad_enabled()
-    found = iter(torch.autograd.grad(local, wanted, part, create_graph=again))
-    return None, None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[4:])
-
-
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Compute losses ``[tokens]``, Replicate, from logits ``[tokens, vocab/tp]``, Shard(1), without a copy of them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: Targets, label_smoothing: float, widths: list[int], axis: Axis
-    ) -> torch.Tensor:
-        keep_none(ctx)
-        stats = _stats_of(_wide(logits), targets, label_smoothing)
-        loss, log_total = _losses_of(stats, logits.shape[1], label_smoothing, widths, axis)
-        ctx.save_for_backward(logits, log_total, targets.column, targets.mine, targets.ignored)
-        ctx.label_smoothing, ctx.vocab_size, ctx.axis = label_smoothing, sum(widths), axis
-        return loss.masked_fill(targets.ignored, 0.0)
-
-    @staticmethod
-    @any_order(_cross_entropy_again)
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, log_total, *targets = ctx.saved_tensors
-        found = _gradient(logits, log_total, Targets(*targets), grad, ctx.label_smoothing, ctx.vocab_size)
-        return found, None, None, None, None
+    return *(None,) * 5, *ctx.shards.through_head(saved, lambda local: _differentiable(local, *facts))
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -241,52 +209,64 @@ def sharded_cross_entropy(
     rows = shards.rows.reshape(target.numel(), shards.rows.shape[-1])  # [tokens, hidden or vocab/tp]
 
     def losses(targets: Targets) -> torch.Tensor:
-        made: torch.Tensor
-        if shards.head is None:
-            deep = rows.double() if shards.dtype == torch.float64 else rows
-            made = VocabParallelCrossEntropy.apply(deep, targets, label_smoothing, widths, axis)
-        else:
-            inputs = [rows, *shards.inputs[1:]]
-            made = ChunkedCrossEntropy.apply(shards, targets, label_smoothing, widths, *inputs)
+        deep = rows.double() if shards.head is None and shards.dtype == torch.float64 else rows
+        pending = None if shards.head is None else shards
+        inputs = [deep, *shards.inputs[1:]]
+        made: torch.Tensor = ShardedCrossEntropy.apply(pending, targets, label_smoothing, widths, axis, *inputs)
         return made
 
     return reduced(losses, target, ignore_index, reduction, widths, widths[axis.rank], axis)
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Compute losses ``[tokens]``, Replicate, from the inputs of the head, one chunk of logits at a time."""
+class ShardedCrossEntropy(torch.autograd.Function):
+    """Compute losses ``[tokens]``, Replicate, from logits ``[tokens, vocab/tp]``, Shard(1), without a copy of them.
+
+    With ``shards`` the inputs are the inputs of its head, and one chunk of logits is computed at a time.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, shards: VocabShard, targets: Targets, smoothing: float, widths: list[int], *inputs: torch.Tensor
+        ctx: Any,
+        shards: VocabShard | None,
+        targets: Targets,
+        smoothing: float,
+        widths: list[int],
+        axis: Axis,
+        *inputs: torch.Tensor,
     ) -> torch.Tensor:
         keep_none(ctx)
-        assert shards.head is not None
-        shards.head.check()
-        rows = inputs[0]  # [tokens, hidden]
-        found = []
-        for start in range(0, max(len(rows), 1), shards.chunk):
-            some = slice(start, start + shards.chunk)
-            local = shards.of_inputs([rows[some], *inputs[1:]]).local()  # [chunk, vocab/tp]
-            found.append(_stats_of(_wide(local), targets.of(some), smoothing))
-        loss, log_total = _losses_of(torch.cat(found, 1), widths[shards.axis.rank], smoothing, widths, shards.axis)
+        rows = inputs[0]  # [tokens, hidden or vocab/tp]
+        if shards is None:
+            stats, width = _stats_of(_wide(rows), targets, smoothing), rows.shape[1]
+        else:
+            assert shards.head is not None
+            shards.head.check()
+            found, width = [], widths[axis.rank]
+            for start in range(0, max(len(rows), 1), shards.chunk):
+                some = slice(start, start + shards.chunk)
+                local = shards.of_inputs([rows[some], *inputs[1:]]).local()  # [chunk, vocab/tp]
+                found.append(_stats_of(_wide(local), targets.of(some), smoothing))
+            stats = torch.cat(found, 1)
+        loss, log_total = _losses_of(stats, width, smoothing, widths, axis)
         ctx.save_for_backward(log_total, targets.column, targets.mine, targets.ignored, *inputs)
-        ctx.shards, ctx.smoothing, ctx.vocab_size = shards, smoothing, sum(widths)
+        ctx.shards, ctx.smoothing, ctx.vocab_size, ctx.axis = shards, smoothing, sum(widths), axis
         return loss.masked_fill(targets.ignored, 0.0)
 
     @staticmethod
-    @any_order(_chunked_again)
+    @any_order(_again)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         log_total, column, mine, ignored, *inputs = ctx.saved_tensors
         shards, targets = ctx.shards, Targets(column, mine, ignored)
+        if shards is None:
+            return *(None,) * 5, _gradient(inputs[0], log_total, targets, grad, ctx.smoothing, ctx.vocab_size)
         shards.head.seen.went_back = True
         # fp32 sums over chunks, since one product over all tokens accumulates in fp32 too
         sums = [torch.zeros_like(x, dtype=_wide(x[:0]).dtype) if x.requires_grad else None for x in inputs[1:]]
-        rows = torch.empty_like(inputs[0]) if ctx.needs_input_grad[4] else None
+        rows = torch.empty_like(inputs[0]) if ctx.needs_input_grad[5] else None
         for start in range(0, len(inputs[0]), shards.chunk):
             some = slice(start, start + shards.chunk)
             held = [inputs[0][some].detach(), *(x.detach() for x in inputs[1:])]
-            for x, needed in zip(held, ctx.needs_input_grad[4:], strict=True):
+            for x, needed in zip(held, ctx.needs_input_grad[5:], strict=True):
                 x.requires_grad_(needed)
             with torch.enable_grad():
                 local = shards.of_inputs(held).local()  # [chunk, vocab/tp]
@@ -299,4 +279,4 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for total in [total for total in sums if total is not None]:
                 total.add_(next(grads))
         weights = [None if total is None else total.to(x.dtype) for total, x in zip(sums, inputs[1:], strict=True)]
-        return None, None, None, None, rows, *weights
+        return *(None,) * 5, rows, *weights

@@ -381,11 +381,10 @@ class VocabShard(LogitsShard):
 
     def of_inputs(self, inputs: list[torch.Tensor]) -> VocabShard:
         """Return the same shard with other ``inputs``."""
-        if self.head is None:
-            return replace(self, rows=inputs[0])
-        return replace(
-            self, rows=inputs[0], head=Head(inputs[1], inputs[2] if len(inputs) > 2 else None, self.head.seen)
-        )
+        head = self.head
+        if head is not None:
+            head = Head(inputs[1], inputs[2] if len(inputs) > 2 else None, head.seen)
+        return replace(self, rows=inputs[0], head=head)
 
     def detached(self) -> VocabShard:
         return self.of_inputs([x.detach() for x in self.inputs])
@@ -421,16 +420,19 @@ class VocabShard(LogitsShard):
         """Return a function that shards the full gradient and backpropagates through a pending product."""
         if self.head is None:
             return partial(_columns_of, self.axis, self.layout, self.rows.dtype)
-        return self._gradients_of_inputs
+        return lambda grad, *saved: self.through_head(
+            saved, lambda local: scatter(grad, self.axis, self.layout, -1).to(local.dtype)
+        )
 
     gradients_again = gradients
 
-    def _gradients_of_inputs(self, grad: torch.Tensor, *saved: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    def through_head(self, saved: Sequence[torch.Tensor], gradient_of: Change) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of ``saved`` inputs; ``gradient_of`` returns the gradient of the local logits."""
         again = torch.is_grad_enabled()
         with torch.enable_grad():  # views, so that other uses of a tied weight add no gradients here
             inputs = [x.view_as(x) if again else x.detach().requires_grad_(x.requires_grad) for x in saved]
             local = self.of_inputs(inputs).local()
-        (part,) = _columns_of(self.axis, self.layout, local.dtype, grad)
+        part = gradient_of(local)
         wanted = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad(local, wanted, part, create_graph=again))
         return [next(found) if x.requires_grad else None for x in inputs]

@@ -163,7 +163,7 @@ def test_what_is_drawn_in_front_of_the_blocks_is_the_same_on_all_stages(backward
     for number in range(2):
         streams = Streams(seeds[0], 2, number)
         rows = {name: value[2 * number : 2 * number + 2] for name, value in batch.items()}
-        with switching(plain, piped._autopar.stages, lambda: streams), streams.front():  # noqa: B023
+        with switching(plain, piped._autopar.stages, streams):
             logits.append(plain(**rows).logits)
     if dist.get_rank() == 1:
         close(out.outputs.logits, torch.cat(logits), "logits")

@@ -178,8 +178,8 @@ def test_what_is_wrong_with_experts_is_found() -> None:
     assert [(row.check, row.what) for row in failed] == [("backward", "worst gradient")]
     assert ".experts." in failed[0].name and failed[0].failing == 4 and failed[0].difference > 0.5
 
-    with pytest.raises(autopar.ConfigError, match="must be a multiple of the 2 replicas; got 3 in batch 0"):
-        verified({"ep": 2}, rows=3)
+    report = verified({"ep": 2}, rows=3)  # replicas with different numbers of samples
+    assert report.ok, str(report)
 
 
 def test_the_command_starts_as_many_ranks_as_share_experts() -> None:

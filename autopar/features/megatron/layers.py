@@ -324,7 +324,7 @@ def vocab_parallel_cross_entropy(
     rows = logits.reshape(target.numel(), logits.shape[-1])  # [tokens, vocab/tp]
 
     def losses(targets: loss.Targets) -> torch.Tensor:
-        return loss.VocabParallelCrossEntropy.apply(rows, targets, label_smoothing, widths, axis)
+        return loss.ShardedCrossEntropy.apply(None, targets, label_smoothing, widths, axis, rows)
 
     return loss.reduced(losses, target, ignore_index, reduction, widths, logits.shape[-1], axis)
 

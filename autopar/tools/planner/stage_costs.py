@@ -53,8 +53,6 @@ _NODES = {
     "_SumReplicasBackward": (None, "all_reduce"),
 }
 
-_LOSSES = ("VocabParallelCrossEntropyBackward", "ChunkedCrossEntropyBackward")
-
 
 def collectives_of(
     outputs: Iterable[torch.Tensor],
@@ -90,13 +88,11 @@ def collectives_of(
 
 
 def _calls(node: Any) -> Iterator[Collective]:
-    if node.name() in _LOSSES:  # sharded logits: three numbers per token, and the width of the shard
+    if node.name() == "ShardedCrossEntropyBackward":
         [of] = input_metadata(node)  # [tokens]
-        chunked = "Chunked" in node.name()
-        over = node.shards.axis if chunked else node.axis
-        kinds = 4 if (node.smoothing if chunked else node.label_smoothing) else 3
-        size = over.size * (kinds * prod(of.shape) + 1) * of.dtype.itemsize
-        yield Collective("all_gather", size, backward=False, axis=over.name)
+        kinds = 4 if node.smoothing else 3  # numbers per token; and the width of the shard
+        size = node.axis.size * (kinds * prod(of.shape) + 1) * of.dtype.itemsize
+        yield Collective("all_gather", size, backward=False, axis=node.axis.name)
     if node.name() == "_SumRowsBackward":  # gradients of sequence-parallel parameters: one call per dtype
         sizes = Counter[int]()
         for of in input_metadata(node):

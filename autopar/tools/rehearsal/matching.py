@@ -44,8 +44,6 @@ def differences(
                 seen.add(key)
                 yield from _collectives(shown, cut)
             yield from _messages(shown, rank, cut)
-            if group.name != OF_THE_HOST:
-                yield from _in_order(shown, rank)
 
 
 class _Compared(NamedTuple):
@@ -202,16 +200,12 @@ def _messages(compared: _Compared, rank: int, cut: Collection[int]) -> Iterator[
                         f"rank {rank} sends {len(sent)} messages with tag {tag} to rank {to} over {name}, which "
                         f"receives {len(taken)}\n  the first unmatched message: {extra}\n  {extra.where}"
                     )
-
-
-def _in_order(compared: _Compared, rank: int) -> Iterator[str]:
-    """Yield the first message that is not received in the order of sending: NCCL ignores tags. CPU tensors use gloo."""
-    for to, *both in _pairs(compared, rank):
+        # NCCL ignores tags, and needs the order of sending. CPU tensors use gloo.
         pairs = zip(*([call for call in calls if not call.control] for calls in both), strict=False)
-        for number, (one, two) in enumerate(pairs):
+        for number, (one, two) in enumerate(pairs if name != OF_THE_HOST else ()):
             if one.tag != two.tag:
                 yield (
-                    f"message {number} from rank {rank} to rank {to} over {compared.group.name} is sent with tag "
+                    f"message {number} from rank {rank} to rank {to} over {name} is sent with tag "
                     f"{one.tag} and received with tag {two.tag}: NCCL ignores tags, so the receiver gets the wrong "
                     f"message\n  {one.where}\n  {two.where}"
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -202,13 +203,9 @@ def _has_samples_apart(plain: nn.Module, batches: Sequence[Batch]) -> bool:
     if dist.get_rank() == 0:
         training = plain.training
         plain.train()
-        try:
-            with torch.no_grad():
-                found = all(halves_agree(plain, batch) for batch in batches)
-        except Exception:  # a failing model is reported later, in the comparison
-            found = True
-        finally:
-            plain.train(training)
+        with suppress(Exception), torch.no_grad():  # a failing model is reported later, in the comparison
+            found = all(halves_agree(plain, batch) for batch in batches)
+        plain.train(training)
     return bool(of_first(found))
 
 

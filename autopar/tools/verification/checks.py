@@ -28,6 +28,7 @@ from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.compat.peft import plain_name
 from autopar.compat.tensors import in_backward
 from autopar.data_parallel.gradients import average_gradients
+from autopar.distributed.collectives import gathered
 from autopar.distributed.digest import of_tensor
 from autopar.dry_run.operators import arguments_of
 from autopar.errors import type_and_text
@@ -40,7 +41,6 @@ from autopar.tools.verification.outputs import (
     OF_GRADIENTS,
     Distance,
     floats_of,
-    gathered,
     local,
     local_part,
     measure,

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from autopar.distributed.collectives import gathered
 from autopar.dry_run.activation_tracking import line_of
 from autopar.errors import ConsistencyError, PolicyError, clip, first_line, listed, type_and_text
 from autopar.plan.matching import around
@@ -26,7 +27,7 @@ from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
 from autopar.tools.planner.parallelized import rule_of
 from autopar.tools.verification.checks import Named, generated, gradients, prompt_of
-from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, gathered, reseed
+from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, reseed
 from autopar.tools.verification.recording import ModuleCall, Recording, recorded
 from autopar.tools.verification.report import Culprit, Row
 from autopar.tools.verification.session import Session

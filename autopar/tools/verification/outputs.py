@@ -9,6 +9,7 @@ The plan has the shard of a parameter. The shard of an activation is searched: a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -150,13 +151,6 @@ def measure(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) ->
     return Distance(largest / scale if scale else (math.inf if largest else 0.0))
 
 
-def gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks of the world or of ``group``, in order."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
-
-
 def of_first(mine: Any) -> Any:
     """Return the value of rank 0."""
     listed = [mine]
@@ -188,7 +182,7 @@ class Slices:
             for part in (blocks, *((block,) for block in blocks)):
                 found.setdefault(tuple((b.count, b.width, b.ranges) for b in part), Layout.of(0, part))
         self._layouts = list(found.values())
-        self._cuts: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._cuts_of = functools.cache(self._find_cuts)
 
     def compare(
         self, actual: torch.Tensor, expected: torch.Tensor, planned: ModulePlan | None, floor: float
@@ -218,16 +212,11 @@ class Slices:
                 best = distance
         return best
 
-    def _cuts_of(self, size: int, local: int) -> list[torch.Tensor]:
+    def _find_cuts(self, size: int, local: int) -> list[torch.Tensor]:
         """Return the index tensors of possible shards of a dim: ``local`` of ``size`` indices."""
-        key = (size, local)
-        if key not in self._cuts:
-            found = (
-                tuple(n for start, stop in ranges for n in range(start, stop)) for ranges in self._candidates(size)
-            )
-            fitting = dict.fromkeys(indices for indices in found if len(indices) == local)
-            self._cuts[key] = [torch.tensor(indices, dtype=torch.long) for indices in fitting]
-        return self._cuts[key]
+        found = (tuple(n for start, stop in ranges for n in range(start, stop)) for ranges in self._candidates(size))
+        fitting = dict.fromkeys(indices for indices in found if len(indices) == local)
+        return [torch.tensor(indices, dtype=torch.long) for indices in fitting]
 
     def _candidates(self, size: int) -> Iterator[list[tuple[int, int]]]:
         tp, cp, shards = self.mpu.tp, self.mpu.cp, self.mpu.shards

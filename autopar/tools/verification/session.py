@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -211,10 +211,8 @@ class Session:
         if self.stages is None or self.stages.stages == 1:
             yield
             return
-        with base_seed() as seed:
-            streams = Streams(seed, self.stages.stages)
-            with switching(self.plain, self.stages, lambda: streams), streams.front():
-                yield
+        with base_seed() as seed, switching(self.plain, self.stages, Streams(seed, self.stages.stages)):
+            yield
 
     def loss_of(self, output: Any) -> torch.Tensor:
         """Return the model's loss over replicas and micro-batches; without one, a weighted sum of all outputs."""
@@ -248,10 +246,9 @@ class Session:
         if dp.size == 1:
             return loss
         pipeline = self.state.pipeline(self.parallel)
-        count, sums = 1, torch.stack([loss.double(), torch.ones_like(loss).double()])
+        sums = torch.stack([loss.double(), torch.ones_like(loss).double()])
         if self.parts == 1:
-            count = label_count(self.own_part(self.batches[number]), pipeline.main_input, pipeline.loss.shifted)
-        sums *= count
+            sums *= label_count(self.own_part(self.batches[number]), pipeline.main_input, pipeline.loss.shifted)
         run(gloo_collectives.all_reduce, dp, sums)
         return (sums[0] / sums[1]).to(loss.dtype)
 
@@ -278,24 +275,20 @@ class _Dtypes(TensorTracking):
 
 
 @contextmanager
-def switching(model: nn.Module, plan: StagePlan, streams: Callable[[], Streams]) -> Iterator[None]:
+def switching(model: nn.Module, plan: StagePlan, streams: Streams) -> Iterator[None]:
     """Make the reference model draw random numbers as stages do: hooks switch ``streams`` where a stage begins."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    hooks: list[Any] = []
+    with ExitStack() as hooks, streams.front():
+        if plan.encoder is not None:
+            encoder = modules[plan.elements[plan.encoder]]
+            hooks.callback(encoder.register_forward_hook(lambda *_: streams.decoder()).remove)
+        for number, start in enumerate(plan.bounds[1:-1], 1):
 
-    def begin(number: int) -> Callable[..., None]:
-        return lambda *_: streams().stage(number)
+            def begin(*_: Any, number: int = number) -> None:
+                streams.stage(number)
 
-    if plan.encoder is not None:
-        hooks.append(modules[plan.elements[plan.encoder]].register_forward_hook(lambda *_: streams().decoder()))
-    for number, start in enumerate(plan.bounds[1:-1], 1):
-        before = start - 1
-        if before == plan.encoder:
-            hooks.append(modules[plan.elements[start]].register_forward_pre_hook(begin(number)))
-        else:
-            hooks.append(modules[plan.elements[before]].register_forward_hook(begin(number)))
-    try:
+            if start - 1 == plan.encoder:
+                hooks.callback(modules[plan.elements[start]].register_forward_pre_hook(begin).remove)
+            else:
+                hooks.callback(modules[plan.elements[start - 1]].register_forward_hook(begin).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

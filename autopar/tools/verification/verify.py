@@ -7,7 +7,6 @@ all arguments are pickled for new processes. All ranks get the same report.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -15,8 +14,7 @@ import os
 import tempfile
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -32,6 +30,7 @@ from transformers import PreTrainedModel
 from autopar import errors
 from autopar.compat.peft import is_peft_model
 from autopar.config import ParallelConfig
+from autopar.distributed.collectives import gathered
 from autopar.distributed.process import start_process_group
 from autopar.distributed.rng import kept
 from autopar.errors import AutoparError, ConfigError, VerificationError, in_one_line, nearest
@@ -41,7 +40,7 @@ from autopar.stored import form_kept, stored_weights
 from autopar.tools.verification.batches import Batch, make_batches
 from autopar.tools.verification.checks import backward, dropout, forward, generate, reshard, save, step, weights
 from autopar.tools.verification.diagnosis import culprit_of_error, diagnose
-from autopar.tools.verification.outputs import gathered, of_first
+from autopar.tools.verification.outputs import of_first
 from autopar.tools.verification.recording import counted
 from autopar.tools.verification.report import Culprit, Row, VerificationReport, merged
 from autopar.tools.verification.session import PlainModelError, Session
@@ -175,7 +174,6 @@ def verify_on_ranks(
     start_process_group()
     empty = _empty_report(model, config)
     shared = of_first([dict(batch) for batch in batches])  # ranks may have different random batches
-    _check_parts(shared, config)
     try:
         session = Session(model, config, policy, shared)
     except PlainModelError as error:
@@ -208,20 +206,6 @@ def verify_on_ranks(
         )
     finally:
         session.mpu.destroy()
-
-
-def _check_parts(batches: Sequence[Batch], config: ParallelConfig) -> None:
-    """Raise ConfigError if replicas that share experts get different numbers of samples."""
-    replicas, ep = config.data_parallel_size(dist.get_world_size()), config.expert_parallel_size
-    if ep <= config.tensor_parallel_size:
-        return
-    for number, batch in enumerate(batches):
-        rows = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim]
-        if any(count % replicas for count in rows):
-            raise ConfigError(
-                f"the number of samples must be a multiple of the {replicas} replicas; got {min(rows)} in batch "
-                f"{number}.\n  With expert_parallel_size={ep} replicas share experts and need equal batches."
-            )
 
 
 def _empty_report(model: nn.Module, config: ParallelConfig) -> VerificationReport:
@@ -324,11 +308,11 @@ def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float 
     context: Any = multiprocessing.get_context("fork" if forks(device) else "spawn")
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         pipes, processes = {}, []
+        gc.collect()  # in a fork, the end of a process group would wait for missing threads
         for rank in range(world):
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_main, args=(work, rank, world, folder, device, there), daemon=True)
-            with _garbage_left_alone():
-                process.start()
+            process.start()
             there.close()
             pipes[rank] = here
             processes.append(process)
@@ -339,21 +323,6 @@ def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float 
                 process.kill()
             for process in processes:
                 process.join(10)
-
-
-@contextlib.contextmanager
-def _garbage_left_alone() -> Iterator[None]:
-    """Prevent garbage collection of this process's objects in forks: a process group would wait for missing threads."""
-    gc.collect()
-    frozen = gc.get_freeze_count() > 0  # the caller froze them
-    gc.freeze()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # forks do not use the parent's threads
-            yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
 
 
 def _collect(pipes: dict[int, Any], processes: list[Any], limit: float, timeout: float) -> VerificationReport:
