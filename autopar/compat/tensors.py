@@ -107,6 +107,16 @@ current_backward = torch._C._current_graph_task_id  # () -> number of this threa
 compiling = torch._guards.CompileContext.try_get  # () -> None unless dynamo compiles in this thread
 
 
+def unpack_hook(node: Any, name: str) -> Any:
+    """Return the hook that restores a saved tensor of a node; None without one. Some hooks may run only once."""
+    return getattr(node, f"_raw_saved_{name}").unpack_hook
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has hooks that run when its gradient is made or added."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def in_backward() -> bool:
     """Return whether a backward pass runs in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -27,7 +27,7 @@ from autopar.compat.tensors import own_buffers, tree_map_only
 from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.errors import UnsupportedModelError, first_line
-from autopar.pipeline_parallel.engine import nodes
+from autopar.pipeline_parallel.backward import nodes
 from autopar.pipeline_parallel.outputs import examine
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.pipeline_parallel.stage_forward import (

@@ -1,33 +1,26 @@
-"""Run a schedule: the forwards and backwards of this rank's stages, and the messages between them.
-
-[Note: split backward] A split schedule computes the gradients of a stage's inputs first, and weight gradients
-later. Graph nodes from which an input can be reached are *on the way*. The first half runs along them and records the
-gradients that arrive at nodes with an edge to the side, to weights. The second half starts from there. Edges connected
-by nodes off the way (a weight that is used in several places, a table that all blocks add) form one part, so that every
-gradient is counted once. A node with an edge to each side runs in both halves. A function written in Python may free
-its saved tensors, so with one of those the first half is the full backward, unless the function declares that it
-``keeps_nothing``. Hooks of tensors on the way may run twice.
-"""
+"""Run a schedule: the forwards and backwards of this rank's stages, and the messages between them."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from autopar.compat.tensors import forward_class
 from autopar.distributed.autograd_functions import record
 from autopar.distributed.rng import base_seed
 from autopar.errors import ConfigError
+from autopar.pipeline_parallel.backward import (
+    WeightGradients,
+    add_gradients,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from autopar.pipeline_parallel.batch_checks import BatchReport, StepCount, digest_of
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
@@ -35,145 +28,6 @@ from autopar.pipeline_parallel.schedule import Action
 from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput, Streams, run_stage
 from autopar.pipeline_parallel.stage_weights import TiedWeights
 from autopar.plan.stages import StagePlan
-
-_Gradients = tuple[torch.Tensor | None, ...]
-
-
-_Part = tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]
-"""Edges, their gradients, and the reachable weights."""
-
-
-@dataclass
-class WeightGradients:
-    """The second half of a backward pass: its start edges, and the gradients from the first half."""
-
-    parts: list[_Part]
-    arrived: dict[Node, _Gradients]
-
-
-def stage_backward_input(
-    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None, leaves: Sequence[torch.Tensor]
-) -> WeightGradients:
-    """Add the gradients of ``leaves`` to their ``grad``, which stays None if no root depends on a leaf.
-
-    If the halves cannot be separated, weight gradients are added too, and the second half is empty. Without
-    ``gradients`` the roots are scalars ([Note: split backward]).
-    """
-    if gradients is None:
-        gradients = [torch.ones_like(root) for root in roots]
-    edges = [get_gradient_edge(root) for root in roots]
-    graph, on_way, starts = way(edges, leaves)
-    if any(runs_once(node) for node in starts):
-        torch.autograd.backward(roots, gradients)
-        return WeightGradients([], {})
-    arrived: dict[Node, _Gradients] = {}
-    along = [place for place, edge in enumerate(edges) if edge.node in on_way]
-    with contextlib.ExitStack() as hooks:
-        for node in starts:
-            hooks.callback(node.register_prehook(partial(arrived.__setitem__, node)).remove)
-        found = (
-            torch.autograd.grad(
-                [roots[place] for place in along],
-                list(leaves),
-                [gradients[place] for place in along],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            if along
-            else ()
-        )
-    for leaf, gradient in zip(leaves, found, strict=False):
-        if gradient is not None:
-            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-    sources = [
-        (GradientEdge(node, number), gradient)
-        for node, arriving in arrived.items()
-        for number, gradient in enumerate(arriving)
-        if gradient is not None
-    ]
-    sources += [(edge, g) for edge, g in zip(edges, gradients, strict=True) if edge.node not in on_way]
-    return WeightGradients(_parts(graph, on_way, sources), arrived)
-
-
-def stage_backward_weight(rest: WeightGradients) -> None:
-    """Add the gradients of the weights to their ``grad``, once after each :func:`stage_backward_input`."""
-    while rest.parts:
-        edges, gradients, weights = rest.parts.pop()
-        with contextlib.ExitStack() as hooks:
-            # A part may reach another node of it, whose gradients have arrived already.
-            for node in {edge.node for edge in edges} & rest.arrived.keys():
-                earlier = partial(lambda arrived, _: arrived, rest.arrived[node])
-                hooks.callback(node.register_prehook(earlier).remove)
-            torch.autograd.backward(edges, gradients, retain_graph=True, inputs=weights)
-    rest.arrived.clear()
-
-
-def way(
-    edges: Sequence[GradientEdge], leaves: Sequence[torch.Tensor]
-) -> tuple[dict[Node, list[Node]], set[Node], list[Node]]:
-    """Return the graph, its nodes on the way to ``leaves``, and those of them with an edge off the way."""
-    entries = {get_gradient_edge(leaf).node for leaf in leaves}
-    graph = nodes(edge.node for edge in edges)
-    on_way: set[Node] = set()
-    for node, below in graph.items():
-        if node in entries or not on_way.isdisjoint(below):
-            on_way.add(node)
-    return graph, on_way, [node for node in on_way if any(child not in on_way for child in graph[node])]
-
-
-def runs_once(node: Node) -> bool:
-    """Return whether a node may free what its function saved."""
-    return isinstance(node, BackwardCFunction) and not getattr(forward_class(node), "keeps_nothing", False)
-
-
-def nodes(starts: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Return every reachable node -> its next nodes; next nodes come first in the dict."""
-    found: dict[Node, list[Node]] = {}
-    opened: dict[Node, list[Node]] = {}
-    todo = list(starts)
-    while todo:
-        node = todo[-1]
-        if node in found:
-            todo.pop()
-        elif node in opened:
-            found[node] = opened[node]
-            todo.pop()
-        else:
-            opened[node] = [child for child, _ in node.next_functions if child is not None]
-            todo += [child for child in opened[node] if child not in opened]
-    return found
-
-
-def _parts(
-    graph: dict[Node, list[Node]], on_way: set[Node], sources: list[tuple[GradientEdge, torch.Tensor]]
-) -> list[_Part]:
-    """Group sources by reachable weights; join all groups of several sources, so that the way runs once."""
-    heads: dict[Node, Node] = {}
-
-    def head(node: Node) -> Node:
-        while (above := heads.setdefault(node, node)) is not node:
-            heads[node] = node = heads[above]
-        return node
-
-    for node, below in graph.items():
-        for child in below:
-            if child not in on_way:
-                heads[head(child)] = head(node)
-    weights: dict[Node, list[torch.Tensor]] = {}
-    for node in graph:
-        if node not in on_way and node.name() == "torch::autograd::AccumulateGrad":
-            weights.setdefault(head(node), []).append(node.variable)  # type: ignore[attr-defined]
-    parts: dict[Node, _Part] = {}
-    for edge, gradient in sources:
-        if (at := head(edge.node)) in weights:
-            part = parts.setdefault(at, ([], [], weights[at]))
-            part[0].append(edge)
-            part[1].append(gradient)
-    several = [part for part in parts.values() if len({edge.node for edge in part[0]}) > 1]
-    single = [part for part in parts.values() if len({edge.node for edge in part[0]}) == 1]
-    joined = tuple(list(itertools.chain.from_iterable(each)) for each in zip(*several, strict=True))
-    return [*single, joined] if several else single  # type: ignore[list-item]
-
 
 _FIRST, _EVERY = 3, 10  # passes before which copies of weights are compared
 _NAMES = {"F": "forward", "B": "backward", "I": "backward to its input", "W": "backward to its weights"}
@@ -375,7 +229,10 @@ class Engine:
             gradients = self._receive("B", stage + 1, stage, microbatch)
             pairs = [(r, g) for r, g in zip(opened.roots, gradients, strict=True) if g is not None]
             opened.roots, opened.gradients = [root for root, _ in pairs], [gradient for _, gradient in pairs]
-        if opened.roots and (full or self._recomputes):
+        if opened.roots and full and not (self._recomputes or step.together):
+            add_gradients(opened.roots, opened.gradients)
+            opened.roots = []
+        elif opened.roots and (full or self._recomputes):
             torch.autograd.backward(opened.roots, opened.gradients)
             opened.roots = []
         elif opened.roots and opened.leaves:

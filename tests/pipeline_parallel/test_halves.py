@@ -1,4 +1,4 @@
-"""The two halves of a backward pass add up to the whole one, whatever shares weights."""
+"""Two halves of a backward pass, and a pass that adds in the product, give what autograd gives."""
 
 import random
 import weakref
@@ -7,39 +7,56 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from autopar.pipeline_parallel.engine import stage_backward_input, stage_backward_weight
+from autopar.pipeline_parallel import backward
+from autopar.pipeline_parallel.backward import add_gradients, stage_backward_input, stage_backward_weight
 
 _SIZE = 5
 
 
 def _compare(make: Callable[[Any, Any], list[Any]], leaves: int = 1, weights: int = 3, seed: int = 0) -> None:
-    """``make(received, weights)`` gives the roots; the first half must leave the weights alone."""
+    """``make(received, weights)`` gives the roots; the first half must leave the weights alone.
+
+    A pass in which products add to earlier gradients is compared too.
+    """
     torch.manual_seed(seed)
     values = [torch.randn(3, _SIZE, dtype=torch.float64) for _ in range(leaves)]
     parameters = [torch.nn.Parameter(torch.randn(_SIZE, _SIZE, dtype=torch.float64)) for _ in range(weights)]
     found: list[list[torch.Tensor | None]] = []
-    for split in (False, True):
+    for kind in ("whole", "halves", "in products"):
         received = [value.clone().requires_grad_() for value in values]
         roots = [root for root in make([leaf.clone() for leaf in received], parameters) if root.requires_grad]
         torch.manual_seed(seed + 1)
         gradients = None if all(root.ndim == 0 for root in roots) else [torch.randn_like(root) for root in roots]
-        if split:
+        if kind == "halves":
             rest = stage_backward_input(roots, gradients, received)
             assert all(parameter.grad is None for parameter in parameters)
             found.append([leaf.grad for leaf in received])
             stage_backward_weight(rest)
             assert not rest.parts
         else:
-            torch.autograd.backward(roots, gradients)
+            earlier = [torch.randn_like(parameter) if kind == "in products" else None for parameter in parameters]
+            for parameter, gradient in zip(parameters, earlier, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+            (torch.autograd.backward if kind == "whole" else add_gradients)(roots, gradients)
             found.append([leaf.grad for leaf in received])
+            for parameter, gradient in zip(parameters, earlier, strict=True):
+                if gradient is not None:
+                    parameter.grad = None if torch.equal(parameter.grad, gradient) else parameter.grad - gradient
         found[-1] += [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-    for whole, halves in zip(*found, strict=True):
-        assert (whole is None) == (halves is None)
-        if whole is not None:
-            torch.testing.assert_close(halves, whole, rtol=1e-12, atol=1e-12)
+    for whole, *others in zip(*found, strict=True):
+        for other in others:
+            assert (whole is None) == (other is None)
+            if whole is not None:
+                torch.testing.assert_close(other, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "_SMALLEST", 0)
 
 
 def test_a_weight_used_again_further_down_beside_others_used_once() -> None:
@@ -152,3 +169,41 @@ def test_a_function_that_uses_up_what_it_saved() -> None:
         first.grad = head.grad = None
     for whole, halves in zip(*found, strict=True):
         torch.testing.assert_close(halves, whole)
+
+
+def test_a_product_adds_where_nothing_else_reads_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights with hooks and recomputed ones get the sum of autograd. An error leaves no hook."""
+    added: list[torch.Tensor] = []
+    add = backward._add
+    monkeypatch.setattr(backward, "_add", lambda weight, *rest: added.append(weight) or add(weight, *rest))
+    first, second = (torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+    hooked, wide = (torch.nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(2))
+    seen: list[int] = []
+    hooked.weight.register_hook(lambda gradient: seen.append(1))
+    modules = [first, second, hooked, wide]
+    x = torch.randn(3, 4, dtype=torch.float64)
+
+    def loss(reentrant: bool | None) -> torch.Tensor:
+        if reentrant is None:
+            return wide(hooked(second(first(x)))).tanh().sum()
+        inside = first(x)
+        return wide(hooked(checkpoint(second, inside, use_reentrant=reentrant))).tanh().sum()
+
+    for reentrant, expected in ((None, {second.weight, wide.weight}), (False, {wide.weight}), (True, set())):
+        ways = []
+        for run in (torch.autograd.backward, add_gradients):
+            for module in modules:
+                module.zero_grad()
+            for _ in range(3):
+                run([loss(reentrant)], None)
+            ways.append([parameter.grad for module in modules for parameter in module.parameters()])
+        torch.testing.assert_close(ways[1], ways[0], rtol=1e-13, atol=1e-13)
+        assert {id(weight) for weight in added} == {id(weight) for weight in expected}, reentrant
+        added.clear()
+    assert len(seen) == 18
+    inside = first(x)
+    total = wide(inside).sum()
+    with torch.no_grad():
+        inside.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        add_gradients([total], None)

@@ -37,7 +37,7 @@ from autopar.compat.transformers import recomputed_layers
 from autopar.distributed.rng import kept
 from autopar.dry_run.operators import Form, autocast_on_meta, form_of, tensor_of
 from autopar.layout import Layout
-from autopar.pipeline_parallel.engine import nodes, runs_once, way
+from autopar.pipeline_parallel.backward import nodes, runs_once, way
 from autopar.tensor_tracking import PLAIN, storage_key, tensors_in
 from autopar.tools.planner.equal_blocks import Paths
 from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of
