@@ -7,8 +7,6 @@ process. Schedules with several stages a rank or split backwards may reach more.
 sleeps) and of the pipeline take turns; the ratio is the median of neighbours, and that of the fastest of each stands
 beside it. CPU tells what the pipeline itself costs, whatever else runs: the sum over the stages is that of one process
 where it costs nothing. Activations: the most bytes that are saved for backward at one time, on each stage.
-
-``--rival`` compares a step of 1F1B and AdamW with ``torch.distributed.pipelining`` instead, on a Llama.
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ import torch.distributed as dist
 from benchmarks.models import Size, build, tokens
 from benchmarks.ranks import run_ranks
 from benchmarks.rounds import Taken, Turns, Variant, interleave, ratio, summary
-from benchmarks.variants import torch_pipelining
 
-RANKS, RIVAL = 2, "torch.distributed.pipelining"
+RANKS = 2
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
 
 
@@ -45,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stages", type=int, nargs="*", help="blocks of each stage; default: by parameters")
-    parser.add_argument("--rival", action="store_true", help="compare with torch.distributed.pipelining")
     parser.add_argument("--profile", action="store_true", help="print where the first stage's time goes")
 
 
@@ -63,34 +59,7 @@ def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
     size: Size = {key: options[key] for key in ("hidden", "layers", "vocab", "seq")}
     plain = build(options["family"], size)
     ids = tokens(size, batch=options["microbatches"])
-    if options["rival"]:
-        return [_rival(plain, ids, options, turns)]
     return [_schedule(schedule, plain, ids, options, turns) for schedule in options["schedules"]]
-
-
-def _rival(plain: Any, ids: torch.Tensor, options: dict[str, Any], turns: Turns) -> dict[str, Any]:
-    import autopar
-
-    model = copy.deepcopy(plain)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    config = {"model_parallelism": {"pipeline_parallel_size": RANKS}, "pipeline": {"microbatch_size": 1}}
-    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-
-    def step() -> None:
-        model.execute_pipeline({"input_ids": ids, "labels": ids}, optimizer=optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    rival = Variant(torch_pipelining(plain, ids, len(ids)))
-    samples = interleave({"autopar": Variant(step), RIVAL: rival}, options["rounds"], turns)
-    found = summary(samples, base=RIVAL)
-    model.mpu.destroy()
-    return {
-        "schedule": "1f1b",
-        **{f"{name}, ms": row["ms"] for name, row in found.items()},
-        "rival / autopar": found["autopar"]["speedup"],
-        "CPU, rival / autopar": round(found[RIVAL]["cpu_ms"] / found["autopar"]["cpu_ms"], 3),
-    }
 
 
 def _schedule(schedule: str, plain: Any, ids: torch.Tensor, options: dict[str, Any], turns: Turns) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Steps of data-parallel replicas, against torch's own: DDP, ZeroRedundancyOptimizer, FSDP2.
+"""Steps of replicas and of stages, against torch's own: DDP, ZeroRedundancyOptimizer, FSDP2, pipelining.
 
     python -m benchmarks replicas --rounds 15
 
 Two ranks with one thread each, fp32, AdamW; forward, backward, averaging, step and ``zero_grad``, all ways interleaved
-in one run. ``rival / way`` is above 1 where a way is faster than the rival of its row.
+in one run. Stages run 1F1B with 8 micro-batches. ``rival / way`` is above 1 where a way is faster than the rival of
+its row.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import torch.distributed as dist
 from benchmarks.models import Size, build, tokens
 from benchmarks.ranks import run_ranks
 from benchmarks.rounds import Turns, Variant, interleave, summary
+from benchmarks.variants import torch_pipelining
 
 SIZE: Size = {"hidden": 384, "layers": 8, "vocab": 8192, "seq": 64, "batch": 8, "ffn": 1024}
 RIVALS = {"dp": "DistributedDataParallel", "ZeRO 1": "ZeroRedundancyOptimizer", "ZeRO 3": "FSDP2"}
+PIPELINE, OF_STAGES = "pp", "torch.distributed.pipelining"
 _Step = Callable[[], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
-    parser.add_argument("--rows", nargs="+", choices=RIVALS, default=list(RIVALS))
+    parser.add_argument("--rows", nargs="+", choices=[*RIVALS, PIPELINE], default=[*RIVALS, PIPELINE])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ranks", type=int, default=2)
 
@@ -41,9 +44,9 @@ def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
     """On every rank: measure; the results are identical on all."""
     turns, rows = Turns(options["folder"]), []
     for row in options["rows"]:
-        ways = {name: Variant(way) for name, way in ways_of(row, SIZE, torch.device("cpu")).items()}
-        taken = interleave(ways, options["rounds"], turns)
-        for name, entry in summary(taken, base=RIVALS[row]).items():
+        made = _stages(SIZE) if row == PIPELINE else ways_of(row, SIZE, torch.device("cpu"))
+        taken = interleave({name: Variant(way) for name, way in made.items()}, options["rounds"], turns)
+        for name, entry in summary(taken, base=next(iter(made))).items():
             rows.append({"row": row, "way": name, "ms": entry["ms"], "rival / way": entry["speedup"]})
     return rows
 
@@ -107,3 +110,21 @@ def _autopar(stage: int, size: Size, device: torch.device, *, early: bool) -> _S
         optimizer.zero_grad()
 
     return step
+
+
+def _stages(size: Size) -> dict[str, _Step]:
+    import autopar
+
+    ranks, ids = dist.get_world_size(), tokens(size, batch=size["batch"])
+    plain = build("llama", size)
+    ways = {OF_STAGES: torch_pipelining(plain, ids, len(ids))}
+    made = torch.optim.AdamW(plain.parameters(), lr=1e-4)
+    config = {"model_parallelism": {"pipeline_parallel_size": ranks}, "pipeline": {"microbatch_size": 1}}
+    model, optimizer = autopar.initialize(plain, config, optimizer=made)
+
+    def step() -> None:
+        model.execute_pipeline({"input_ids": ids, "labels": ids}, optimizer=optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return ways | {"autopar": step}

@@ -68,9 +68,9 @@ SECTIONS = {  # result -> heading, introduction
         "One process does the work of rank 0. `autopar plan` compares many such plans.",
     ),
     "replicas": (
-        "Data parallelism over 2 ranks",
+        "Replicas and stages on 2 ranks",
         "The speedup is relative to torch's own implementation in the same rows. `in the backward` is "
-        "`autopar.average_in_backward`.",
+        "`autopar.average_in_backward`; `pp` runs 1F1B with 8 micro-batches.",
     ),
     "saving": (
         "Saving on 4 ranks",
