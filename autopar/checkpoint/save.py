@@ -43,7 +43,7 @@ from autopar.compat.tensors import local_part, tree_map
 from autopar.distributed.agree import Ranks, all_ranks, barrier, deal, rank_zero
 from autopar.distributed.digest import sum_of_bits
 from autopar.errors import CheckpointError
-from autopar.layout import Range, replica_rows
+from autopar.layout import Range, even_shards, replica_rows
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import checksum, file_checksum
 from autopar.storage.json_values import encode
@@ -144,7 +144,7 @@ def prepare_alike(
 
 
 def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
-    """Assign the bytes to write to the ranks that hold them, as evenly as possible.
+    """Assign the bytes of each set to the ranks that hold it, evenly; those of a small model to a few ranks.
 
     Args:
         held: The sets of tensors (:attr:`Snapshot.sets`) of each rank: key -> bytes and digest of the set.
@@ -159,22 +159,12 @@ def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
             if first.setdefault(key, described) == described:  # otherwise it holds fewer tensors than the first rank
                 ranks.setdefault(key, []).append(rank)
     used = min(1.0, sum(size for size, _ in first.values()) / (LEAST * len(held)))
-    loads, result = [0] * len(held), [dict[str, Range]() for _ in held]
-    for key in sorted(ranks, key=lambda key: len(ranks[key])):  # sets that few ranks hold come first
-        writers, size = ranks[key][: max(1, math.ceil(used * len(ranks[key])))], first[key][0]
-        lowest, total, level = sorted(writers, key=loads.__getitem__), size, 0
-        for count, rank in enumerate(lowest, 1):  # raise the least loaded ranks to the same level
-            if count > 1 and level <= loads[rank]:
-                break
-            total += loads[rank]
-            level = -(-total // count)
-        start = 0
-        for rank in writers:
-            stop = min(size, start + max(0, level - loads[rank]))
+    result = [dict[str, Range]() for _ in held]
+    for key, holders in ranks.items():
+        writers = holders[: max(1, math.ceil(used * len(holders)))]
+        for rank, (start, stop) in zip(writers, even_shards(first[key][0], len(writers)), strict=True):
             if start < stop:
                 result[rank][key] = start, stop
-            loads[rank] += stop - start
-            start = stop
     return result
 
 

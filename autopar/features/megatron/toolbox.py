@@ -1,16 +1,5 @@
 """Megatron-LM's mappings between replicated, sharded and partial activations, its splits, and ``broadcast_data``.
 
-| function                                        | forward               | backward                          |
-|-------------------------------------------------|-----------------------|-----------------------------------|
-| ``copy_to_tensor_model_parallel_region``        | identity              | all-reduce                        |
-| ``reduce_from_tensor_model_parallel_region``    | all-reduce            | identity                          |
-| ``scatter_to_tensor_model_parallel_region``     | keep own of last dim  | all-gather last dim               |
-| ``gather_from_tensor_model_parallel_region``    | all-gather last dim   | keep own of last dim              |
-| ``scatter_to_sequence_parallel_region``         | keep own of sequence  | all-gather sequence               |
-| ``gather_from_sequence_parallel_region``        | all-gather sequence   | reduce-scatter, or keep own       |
-| ``reduce_scatter_to_sequence_parallel_region``  | reduce-scatter        | all-gather sequence               |
-| ``all_to_all``                                  | all-to-all of rows    | all-to-all, splits swapped        |
-
 They follow ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``, and use
 :mod:`autopar.distributed.collectives`. ``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron;
 ``dim=1`` is for models with the batch first. No function changes its input. Sizes that are not divisible raise
