@@ -144,7 +144,7 @@ def prepare_alike(
 
 
 def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
-    """Assign the bytes of each set to the ranks that hold it, evenly; those of a small model to a few ranks.
+    """Assign the bytes of each set to the ranks that hold it, evenly. Few ranks write a small model.
 
     Args:
         held: The sets of tensors (:attr:`Snapshot.sets`) of each rank: key -> bytes and digest of the set.

@@ -59,7 +59,7 @@ def largest(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 class QuantizedWeight(StoredWeight):
-    """The weight of one linear layer in the form of one library; ``block`` is that of its kind."""
+    """The weight of one linear layer in the form of one library; ``block``: the same as in ``kind``."""
 
     block: tuple[int, int] = (1, 1)
     _module: Any
