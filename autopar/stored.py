@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar import registry
 from autopar.compat.tensors import own_parameters
+from autopar.errors import ConfigError
 from autopar.layout import Layout
 
 _LIBRARIES = ("bitsandbytes", "torchao")  # packages with parameter classes for such weights
@@ -24,29 +25,64 @@ _LIBRARIES = ("bitsandbytes", "torchao")  # packages with parameter classes for 
 
 @dataclass(frozen=True)
 class Kind:
-    """A form of weights.
+    """A form of weights, independent of a weight.
 
     Attributes:
         form: The name of the form, for messages and plans.
         block: The number of consecutive elements along each dim that must be on one rank.
         takes_rows: True if the layer computes a value (a scale) from all inputs of a token.
+        size: A function ``(shape, layout, rank)`` that returns the bytes of a rank's shard with its scales; the layout
+            is None for a replicated weight.
+        config: A function that returns transformers' ``quantization_config``, if the name determines it.
     """
 
     form: str
     block: tuple[int, int]
     takes_rows: bool
+    size: Callable[[tuple[int, int], Layout | None, int], int]
+    config: Callable[[], Any] | None = None
+
+    def nbytes(self, shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
+        """Return the bytes of a rank's shard of a weight of this shape, including its scales."""
+        return self.size(shape, layout if layout is not None and layout.axis_size > 1 else None, rank)
 
     def check(self, shown: str, shape: torch.Size, layout: Layout, match: Any) -> None:
-        """Raise ConfigError if a rank would hold a part of a block, or a part of the inputs that its layer needs.
+        """Raise ConfigError if a rank would hold a partial block, or inputs that need a scale over all ranks.
 
         ``shown`` is the path of the weight, ``match`` the rule with its module
         (:class:`autopar.plan.matching.RuleMatch`).
         """
-        raise NotImplementedError
+        if layout.axis_size == 1:
+            return
+        step, dim, table = self.block[layout.dim], layout.dim, match.scope.table
+        what = f"tensor_parallel_size={table.size} does not fit {shown}: its weight ({self.form}) has"
+        if shape[1] % self.block[1]:
+            raise ConfigError(f"{what} {shape[1]} inputs, which must be a multiple of the block size {self.block[1]}.")
 
-    def nbytes(self, shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
-        """Return the bytes of a rank's shard of a weight of this shape, with its scales."""
-        raise NotImplementedError
+        def fits(size: int) -> bool:
+            try:
+                other = table.of_experts(size).layout(
+                    match.rule.parts, dim, layout.size, shown, match.rule.where, match.scope.block
+                )
+                return other.in_steps(step) is not None
+            except (ConfigError, ValueError):
+                return False
+
+        sizes = [layout.local_size(rank) for rank in range(layout.axis_size)]
+        try:
+            layout.in_steps(step)
+        except ValueError:
+            others = [size for size in range(2, 2 * table.size) if size != table.size and fits(size)]
+            raise ConfigError(
+                f"{what} blocks of {step} inputs, and ranks would hold {sizes} of {layout.size}.\n"
+                f"  Use a size that fits this layer: {', '.join(map(str, [1, *others]))}."
+            ) from None
+        if self.takes_rows and dim == 1 and match.rule.kind in ("sharded", "norm_over"):
+            raise ConfigError(
+                f"tensor_parallel_size={layout.axis_size} does not fit {shown}: its weight ({self.form}) is "
+                f"'sharded' inside a region, where ranks would hold {sizes} of {layout.size} inputs with one scale "
+                f"({match.rule.where})\n  Use a 'row' rule, quantize it in 4 bits, or exclude it from quantization."
+            )
 
 
 class StoredWeight(Protocol):

@@ -23,7 +23,7 @@ from autopar.checkpoint.staging import link
 from autopar.checkpoint.state import STATE, State, local_tensors, state_of
 from autopar.distributed.agree import all_ranks, rank_zero, same_on_every_rank
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import all_gather
+from autopar.distributed.collectives import all_gather, gathered
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError, ConsistencyError
@@ -88,8 +88,7 @@ class FullWeights:
         self.state, self.mpu, self.local = state, state.mpu, local
         self.dtypes = {name: tensor.dtype for name, tensor in local.items()}
         if self.mpu.pp.size > 1:
-            everyone: list[Any] = [None] * self.mpu.pp.size
-            dist.all_gather_object(everyone, self.dtypes, group=self.mpu.pp.group)
+            everyone = gathered(self.dtypes, self.mpu.pp.group)
             self.dtypes = {name: dtype for held in everyone for name, dtype in held.items()}
 
     def run(self, buckets: list[list[TensorPlan]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,7 +22,7 @@ from autopar.call_site import frames_of
 from autopar.compat.patches import patch_body, patch_member
 from autopar.compat.tensors import steps_of
 from autopar.data_parallel.gradients import ReplicaNorm
-from autopar.distributed.collectives import all_gather, even_layout
+from autopar.distributed.collectives import all_gather, even_layout, gathered
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
@@ -249,10 +249,8 @@ def _gather_object(plain: Any, given: Any) -> Any:
     mpu = mesh()
     if mpu is None:
         return plain(given)
-    lists: list[Any] = [given] * mpu.dp.size
-    if mpu.dp.size > 1:
-        with waiting(mpu, "accelerate's gather_object", mpu.dp.ranks):
-            dist.all_gather_object(lists, given, group=mpu.dp.group)
+    with waiting(mpu, "accelerate's gather_object", mpu.dp.ranks):
+        lists = gathered(given, mpu.dp.group) if mpu.dp.size > 1 else [given]
     return [each for one in lists for each in one]
 
 

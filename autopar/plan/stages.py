@@ -55,9 +55,8 @@ class Blocks:
         self.paths = [*before, *after]
         self._place_of = {path: place for place, path in reversed(list(enumerate(self.paths)))}
         self.encoder_place = len(before) if before else None
-        outer = first.split(
-            "."
-        )  # the encoder is the outermost module around its blocks that is not around the decoder's
+        outer = first.split(".")
+        # The encoder is the outermost module around its blocks that is not around the decoder's.
         around_it = (".".join(outer[: end + 1]) for end in range(len(outer)))
         self._encoder = next(path for path in around_it if not lies_in(main, path)) if before else ""
         self._everywhere: list[str] = []

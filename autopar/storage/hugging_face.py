@@ -29,17 +29,17 @@ from autopar.compat.tensors import (
     wrapper_subclass,
 )
 from autopar.errors import CheckpointError, first_line
-from autopar.storage.files import RangeFile, small_file
+from autopar.storage.files import small_file
 from autopar.storage.lazy_tensor import (
     Box,
     Converted,
     InMemory,
     Joined,
     LazyTensor,
+    Mapped,
     Stored,
     lazy_view,
     parts_of,
-    permuted,
     reshaped,
     unsqueezed,
 )
@@ -69,11 +69,8 @@ def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLik
         if path.suffix == ".safetensors":
             reader = SafetensorsReader(path)
             tensors |= {name: reader.lazy(name) for name in reader.entries}
-        elif zipfile.is_zipfile(path):
-            data = RangeFile(path)
-            tensors |= {name: _of_storage(name, tensor, data) for name, tensor in _unpickled(path, "meta").items()}
-        else:  # a file of torch before 1.6, which must be read at once, or not a checkpoint
-            tensors |= {name: InMemory(tensor) for name, tensor in _unpickled(path, "cpu").items()}
+        else:
+            tensors |= {name: Mapped(tensor) for name, tensor in _unpickled(path).items()}
     return tensors
 
 
@@ -92,35 +89,17 @@ def damage(folder: Path) -> str:
     return ""
 
 
-def _unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """Read a pickle of tensors with ``weights_only``, which loads no code."""
+def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+    """Map a pickle of tensors into memory, with ``weights_only``, which loads no code."""
+    mapped = zipfile.is_zipfile(path)  # else a file of torch before 1.6, which is read at once, or not a checkpoint
     try:
-        found = torch.load(path, map_location=device, weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a pickle that was cut off or tampered with can raise anything
         reason = first_line(error)
         raise CheckpointError(f"{path} is not a complete checkpoint of tensors: {reason}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must hold a state dict, got {type(found).__name__}")
     return {str(name): tensor.detach() for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
-
-
-def _of_storage(name: str, tensor: torch.Tensor, file: RangeFile) -> LazyTensor:
-    storage = tensor.untyped_storage()
-    begin: int | None = getattr(storage, "_checkpoint_offset", None)
-    if begin is None:
-        raise CheckpointError(f"{file.path} lacks the offset of {name}")
-    steps = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda dim: -steps[dim])  # dims from the slowest to the fastest
-    stored = tensor.permute(order)
-    start = begin + int(tensor.storage_offset()) * tensor.element_size()
-    if not stored.is_contiguous():
-        raise CheckpointError(
-            f"{name} in {file.path} must be contiguous; got shape {list(tensor.shape)}, strides "
-            f"{list(tensor.stride())}\n"
-            "  Load the model with transformers' from_pretrained and pass it to autopar.initialize."
-        )
-    lazy: LazyTensor = Stored(file, start, tensor.dtype, stored.shape)
-    return lazy if order == sorted(order) else permuted(lazy, [order.index(dim) for dim in range(tensor.ndim)])
 
 
 def same_values(one: LazyTensor, other: LazyTensor) -> bool:

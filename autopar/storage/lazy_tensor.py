@@ -6,7 +6,7 @@ their destination if it has the dtype of the file and is on the CPU.
     LazyTensor
     ├── Stored       bytes of a contiguous tensor in a file
     ├── Joined       several tensors concatenated along a dim (the shards of a checkpoint, stacked experts)
-    ├── InMemory     a tensor in memory
+    ├── Mapped       a tensor in a mapped file; InMemory: in memory
     ├── View         slices, dims in another order, dims of size 1
     ├── Reshaped     dims split or folded
     └── Converted    another dtype
@@ -167,8 +167,8 @@ class Joined(LazyTensor):
             begin = end
 
 
-class InMemory(LazyTensor):
-    """A tensor in memory."""
+class Mapped(LazyTensor):
+    """A tensor in a file that is mapped into memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype)
@@ -177,6 +177,10 @@ class InMemory(LazyTensor):
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         if out.numel():  # a shard of FSDP2 without columns has no rows either
             out.copy_(self.tensor[tuple(slice(start, stop) for start, stop in box)])
+
+
+class InMemory(Mapped):
+    """A tensor in memory."""
 
 
 @torch.no_grad()
@@ -237,11 +241,6 @@ def narrowed(base: LazyTensor, dim: int, start: int, stop: int) -> LazyTensor:
         return base
     starts = [start if at == dim else 0 for at in range(len(base.shape))]
     return View(base, (*base.shape[:dim], stop - start, *base.shape[dim + 1 :]), range(len(starts)), starts)
-
-
-def permuted(base: LazyTensor, dims: Sequence[int]) -> View:
-    """Return ``base`` with permuted dims, as ``Tensor.permute``."""
-    return View(base, [base.shape[dim] for dim in dims], dims, [0] * len(dims))
 
 
 def unsqueezed(base: LazyTensor, dim: int) -> View:

@@ -11,7 +11,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -20,7 +19,7 @@ from autopar.compat.tensors import BatchNorm, Convolution, own_buffers, own_para
 from autopar.compat.transformers import EXPERTS
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
-from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.digest import extremes
 from autopar.distributed.rng import kept
 from autopar.errors import PolicyError
 from autopar.layout import Layout
@@ -200,9 +199,8 @@ def undo(model: nn.Module, plan: Plan) -> None:
 
 def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:
     """Return the gradient, or zeros if only other ranks have one. A collective of the axis."""
-    present = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
-    all_reduce(present, op=dist.ReduceOp.MAX, group=axis.group)
-    return torch.zeros_like(parameter.data) if present.item() and parameter.grad is None else parameter.grad
+    (present,), _ = extremes([parameter.grad is not None], axis.group)
+    return torch.zeros_like(parameter.data) if present and parameter.grad is None else parameter.grad
 
 
 _LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # second: for Conv1D, or an embedding by columns

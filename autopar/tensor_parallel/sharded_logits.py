@@ -38,6 +38,11 @@ from autopar.tensor_tracking import LazyGatherTensor, without_overrides
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 Gradients = Callable[..., Sequence[torch.Tensor | None]]
+_ADVICE = (
+    "Reading logits gathers them, so every {ranks} rank must read them: put `if rank == 0:` around the\n"
+    "  print, not around the read (logits.argmax(-1), logits.cpu()). Or gather them in the forward: under\n"
+    "  torch.no_grad(), or always with loss: {{gather_logits: always}}. loss: {{read_timeout: ...}} waits longer."
+)
 
 
 class LogitsShard(ABC):
@@ -48,7 +53,7 @@ class LogitsShard(ABC):
         layout: Layout of the sharded dim over ``axis``.
         name: Name of the logits, identical on all ranks.
         kind: Word for the units of the sharded dim, for messages.
-        advice: Fix for a read on some ranks only, for messages.
+        ranks: Word for the ranks of ``axis``, for messages.
         gets_every_gradient: True if every gradient of the logits flows through the first input.
     """
 
@@ -57,7 +62,7 @@ class LogitsShard(ABC):
     dtype: torch.dtype
     name: str
     kind: ClassVar[str]
-    advice: ClassVar[str]
+    ranks: ClassVar[str]
     gets_every_gradient: ClassVar[bool] = False
 
     @property
@@ -188,8 +193,8 @@ class ShardedLogits(LazyGatherTensor):
             source.materialize()
         with torch.set_grad_enabled(self.requires_grad):
             if source is None:
-                part = self.part
-                meet(part.axis, f"logits {list(part.shape)} of {part.name}", part.axis.read_timeout, part.advice)
+                part, advice = self.part, _ADVICE.format(ranks=self.part.ranks)
+                meet(part.axis, f"logits {list(part.shape)} of {part.name}", part.axis.read_timeout, advice)
                 self._full = self.gathered()
             else:
                 assert source._full is not None and self._step is not None
@@ -362,12 +367,7 @@ class VocabShard(LogitsShard):
     head: Head | None = None
     changes: tuple[Change, ...] = ()
 
-    kind = "columns"
-    advice = (
-        "Reading logits gathers them, so every tensor-parallel rank must read them: put `if rank == 0:` around the\n"
-        "  print, not around the read (logits.argmax(-1), logits.cpu()). Or gather them in the forward: under\n"
-        "  torch.no_grad(), or always with loss: {gather_logits: always}. loss: {read_timeout: ...} waits longer."
-    )
+    kind, ranks = "columns", "tensor-parallel"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -22,31 +21,12 @@ from autopar.tools.verification.outputs import TOLERANCES
 from autopar.tools.verification.small_models import randomise
 from autopar.tools.verification.verify import CHECKS
 from tests.docs.pages import DOCS, ROOT, Code, codes, section
-from tests.harness.worlds import distributed, pooled
+from tests.harness.worlds import pooled
 from tests.parity import check, language_batches
-from tests.tutorials.run_scripts import run_script
 from tests.verification.faults import FAULTS
 
 PAGE = DOCS / "policies.md"
 START, END = "## Your first policy in ten minutes", "## From a policy that exists"
-
-
-@distributed(world_size=2)
-def on_two_ranks(folder: Path, script: str) -> None:
-    os.chdir(folder)
-    printed = run_script(str(folder / script), [])
-    if dist.get_rank() == 0:
-        (folder / "printed.txt").write_text(printed)
-
-
-def command(line: str, folder: Path) -> str:
-    """Return the output of a command."""
-    name, *arguments = shlex.split(line)
-    if name == "autopar":
-        return CliRunner().invoke(app, arguments).output
-    assert (name, arguments[:2]) == ("torchrun", ["--nproc-per-node", "2"])
-    on_two_ranks(folder, arguments[2])
-    return (folder / "printed.txt").read_text()
 
 
 def write(code: Code, folder: Path) -> None:
@@ -83,14 +63,16 @@ def test_the_first_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         if code.file:
             write(code, tmp_path)
         elif code.language == "bash":
-            printed = "".join(command(line, tmp_path) for line in code.text.splitlines())
+            (line,) = code.text.splitlines()
+            printed = run_line(line).output
+            assert "verify" not in line or printed.endswith("all checks pass\n"), printed
         else:
             compared += 1
             found = printed.replace(f"{tmp_path}/", "").replace(f"{policy_folder()}/", "policies/")
             replaced = replaced.replace(f"```text\n{code.text}```", f"```text\n{elided(found, code.text)}```")
             if os.environ.get("UPDATE_DOCS") != "1":
                 assert shown(code.text, tmp_path) == shown(elided(printed, code.text), tmp_path)
-    assert compared == 4
+    assert compared == 3
     assert printed.endswith("all checks pass\n") and "pp rank 1" in printed
     assert "policies/my_policy" not in text
     if os.environ.get("UPDATE_DOCS") == "1":

@@ -177,10 +177,6 @@ def test_training(tmp_path: Path) -> None:
     names = run(page, tmp_path, 2)
     model, optimizer = names["model"], names["optimizer"]
     assert 0 <= names["accuracy"] <= 1 and len(names["correct"]) == 3
-    attached = re.findall(r"^\| `model\.(\w+)", page.read_text(), re.MULTILINE)
-    assert len(attached) == 7
-    for name in attached:
-        assert name == "mpu" or callable(getattr(model, name)), name
     assert (names["out"].loss is None) == (dist.get_rank() == 0), "out.loss is that of the last stage"
     assert optimizer.skipped_steps < 3 and optimizer.gradient_norm > 0
     average, last = blocks(page)[2:]
@@ -219,8 +215,6 @@ def test_policies(tmp_path: Path) -> None:
     own.load_state_dict(names["full"])
     names["Mine"]().load_state_dict(load_file("mine/model.safetensors"))
     assert names["logits"].shape == (1, 8, 131)
-    layer = names["model"].transformer.h[0]
-    assert layer.mlp.c_fc.weight.shape[1] == 72 and layer.attn.c_attn.weight.shape == (36, 108)
 
 
 @distributed(world_size=2)
@@ -259,15 +253,20 @@ def test_serving(tmp_path: Path) -> None:
     run(DOCS / "serving.md", tmp_path, 0)
     asked = [words(text, return_tensors="pt")["input_ids"] for text in ("w5 w6 w7", "w9 w3")]
     due = [words.decode(plain.generate(x, max_new_tokens=5, do_sample=False)[0, x.shape[1] :]) for x in asked]
-    for code in blocks(DOCS / "serving.md"):
-        with socket.create_server(("localhost", 0)) as free:
-            port = free.getsockname()[1]
-        answers: list[str] = []
-        client = threading.Thread(target=ask, args=(port, answers), daemon=True)
-        if dist.get_rank() == 0:
-            client.start()
-        exec(compile(code.replace("8000", str(port)), "serving.md", "exec"), {})
-        assert answers == ([*due, "400"] if dist.get_rank() == 0 else [])
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    answers: list[str] = []
+    client = threading.Thread(target=ask, args=(port, answers), daemon=True)
+    if dist.get_rank() == 0:
+        client.start()
+    server, broadcast = blocks(DOCS / "serving.md")
+    names: dict[str, Any] = {}
+    exec(compile(server.replace("8000", str(port)), "serving.md", "exec"), names)
+    assert answers == ([*due, "400"] if dist.get_rank() == 0 else [])
+    exec(compile(broadcast, "serving.md", "exec"), names)
+    prompts = [*asked, None] if dist.get_rank() == 0 else [None] * 3
+    found = [names["answer"](None if ids is None else ids[0].tolist()) for ids in prompts]
+    assert [None if tokens is None else words.decode(tokens) for tokens in found] == [*due, None]
 
 
 def sides(diff: str) -> tuple[str, str]:

@@ -30,9 +30,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autopar.compat.tensors import own_parameters
 from autopar.compat.transformers import attention_of
-from autopar.distributed.autograd_functions import keep_none, named_collective, single_backward
+from autopar.distributed.autograd_functions import refuse_again
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import gather_sum, note_on_meta, run
+from autopar.distributed.collectives import gather_sum, linear, note_on_meta, run
 from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.state import RowState
@@ -303,20 +303,6 @@ def exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, *, to_hea
     return _Exchange.apply(x, axis, heads, rows, to_heads)
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    @named_collective("all-to-all: rows and heads")
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads: bool) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis, ctx.heads, ctx.rows, ctx.to_heads = axis, heads, rows, to_heads
-        return _exchange(x, axis, heads, rows, to_heads)
-
-    @staticmethod
-    @single_backward
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _exchange(grad, ctx.axis, ctx.heads, ctx.rows, not ctx.to_heads), None, None, None, None
-
-
 def _exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads: bool) -> torch.Tensor:
     given, taken = (1, 2) if to_heads else (2, 1)  # dim that becomes sharded, dim that becomes full
     by_given, by_taken = (heads, rows) if to_heads else (rows, heads)
@@ -336,6 +322,13 @@ def _exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads
     run(all_to_all_single, axis, out, torch.cat(sent), sizes, [part.numel() for part in sent])
     parts = [part.view(each) for part, each in zip(out.split(sizes), received, strict=True)]
     return _summed(parts, by_taken, taken) if by_taken.replicated else by_taken.unshard(parts, taken)
+
+
+def _exchange_back(grad: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads: bool) -> torch.Tensor:
+    return _exchange(grad, axis, heads, rows, not to_heads)
+
+
+_Exchange = linear("_Exchange", _exchange, _exchange_back, refuse_again, "all-to-all: rows and heads")
 
 
 def _summed(parts: list[torch.Tensor], layout: Layout, dim: int) -> torch.Tensor:

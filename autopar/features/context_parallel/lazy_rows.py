@@ -238,13 +238,8 @@ class RowsOfLogits(LogitsShard):
     name: str
     flat: bool = False  # [batch * rows, vocab]
 
-    kind = "rows"
+    kind, ranks = "rows", "context-parallel"
     gets_every_gradient = True
-    advice = (
-        "Reading logits gathers them, so every context-parallel rank must read them: put `if rank == 0:` around the\n"
-        "  print, not around the read (logits.argmax(-1), logits.cpu()). Or gather them in the forward: under\n"
-        "  torch.no_grad(), or always with loss: {gather_logits: always}. loss: {read_timeout: ...} waits longer."
-    )
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]

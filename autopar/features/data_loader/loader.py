@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from autopar.distributed.collectives import gathered
 from autopar.distributed.failures import waiting
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
@@ -234,10 +234,8 @@ def gather_for_metrics(
     batches, dp = [values] if isinstance(values, torch.Tensor) else list(values), mpu.dp
     uniform = len({(x.shape[1:], x.dtype) for x in batches}) == 1 and all(x.ndim for x in batches)
     mine = torch.cat([x.detach().cpu() for x in batches]) if uniform else torch.empty(0)
-    everyone: list[Any] = [mine] * dp.size
-    if dp.size > 1:
-        with waiting(mpu, "gather_for_metrics", dp.ranks):
-            dist.all_gather_object(everyone, mine, group=dp.group)
+    with waiting(mpu, "gather_for_metrics", dp.ranks):
+        everyone = gathered(mine, dp.group) if dp.size > 1 else [mine]
     counts, kinds = [len(x) for x in everyone], {(x.shape[1:], x.dtype) for x in everyone if len(x)}
     total = sum(counts)
     if len(kinds) != 1 or counts != [len(range(place, total, dp.size)) for place in range(dp.size)]:

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 
 from autopar.compat.c10d import backends_of, default_group, set_timeout
 from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gathered
 from autopar.distributed.digest import number_groups_alike, of_text
 from autopar.distributed.failures import FailureLog
 from autopar.errors import ConsistencyError, PipelineError
@@ -151,8 +152,7 @@ class RankTurns(DistributedHelper):
 
     def _apart(self) -> ConsistencyError:
         """Return the error for ranks whose requests have different tokens. A collective of the axis."""
-        everyone: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(everyone, self.progress(), group=self.cpu_comm_group)
+        everyone = gathered(self.progress(), self.cpu_comm_group)
         found = {name: [running.get(name) for running in everyone] for running in everyone for name in running}
         name, held = next((pair for pair in sorted(found.items()) if len({*pair[1]}) > 1), ("", []))
         return ConsistencyError(
@@ -176,9 +176,7 @@ class _Groups:
 
     def borrow(self, axis: Axis) -> int:
         """Return the index of a group that is idle on all ranks, or make one. A collective of the axis."""
-        everyone: list[Any] = [self.idle] * axis.size
-        dist.all_gather_object(everyone, self.idle, group=axis.group)
-        idle = set.intersection(*everyone)
+        idle = set.intersection(*gathered(self.idle, axis.group))
         if not idle:
             alone = axis.size < dist.get_world_size()
             number_groups_alike(axis.group)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis, Group, axis_of, device_of
 from autopar.distributed.collectives import even_layout
-from autopar.errors import ConfigError, nearest
+from autopar.errors import ConfigError, nearest, type_and_text
 from autopar.layout import Range, even_shards
 
 Dtypes = torch.dtype | Mapping[Any, torch.dtype]
@@ -198,27 +198,26 @@ def broadcast_data(
         copies with the shapes of the first rank, detached from autograd.
 
     Raises:
-        ConfigError: On the first rank ``data`` is not a mapping, a key is missing, or a value is not a dense tensor of
-            the dtype. Lists all problems, on every rank of the group.
+        ConfigError: On the first rank a key is missing, or a value is not a dense tensor of the dtype; on every rank
+            of the group.
     """
     axis = axis_of(group)
     device = device_of(axis)
-    specs: list[Spec] = []
-    problems: list[str] = []
+    shared: list[Any] = [None]  # the tensors to receive, or the text of an error
     if axis.rank == 0:
         try:
-            specs, problems = _inspect(keys, data, dtype)
+            shared[0] = [_spec(key, data, dtype) for key in dict.fromkeys(keys)]
         except Exception as error:  # any error must reach the other ranks, which would wait forever
-            problems = [f"{type(error).__name__}: {error}"]
+            shared[0] = str(error) if isinstance(error, ConfigError) else type_and_text(error)
     if axis.size > 1:
-        checked: list[Any] = [(specs, problems)]
-        dist.broadcast_object_list(checked, group_src=0, group=axis.group)
-        specs, problems = checked[0]
-    if problems:
-        origin = f"\n(the data of global rank {axis.ranks[0]}, the first of global ranks {list(axis.ranks)})"
-        raise ConfigError("broadcast_data: " + "\n".join(problems) + origin, problems)
+        dist.broadcast_object_list(shared, group_src=0, group=axis.group)
+    if isinstance(shared[0], str):
+        raise ConfigError(
+            f"broadcast_data: {shared[0]}\n"
+            f"(the data of global rank {axis.ranks[0]}, the first of global ranks {list(axis.ranks)})"
+        )
     received = {}
-    for key, kind, shape in specs:
+    for key, kind, shape in shared[0]:
         x = torch.empty(shape, dtype=kind, device=device)
         if axis.rank == 0:
             assert data is not None
@@ -229,28 +228,14 @@ def broadcast_data(
     return received
 
 
-def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[Spec], list[str]]:
-    """Return the metadata of the tensors to send, and all problems."""
-    if isinstance(keys, (str, int)) or not isinstance(keys, Iterable):
-        return [], [f"keys must be a list of keys, not {keys!r}"]
-    if not isinstance(data, Mapping):
-        return [], [f"data must be a mapping of keys to tensors, not {type(data).__name__}"]
-    specs: list[Spec] = []
-    problems: list[str] = []
-    for key in dict.fromkeys(keys):
-        wanted = dtype.get(key) if isinstance(dtype, Mapping) else dtype
-        value: Any = data[key] if key in data else None  # noqa: SIM401  # what reading it raises is the error
-        dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
-        if not isinstance(key, (int, str)):
-            problems.append(f"a key must be an int or a str, not {key!r}")
-        elif not isinstance(wanted, torch.dtype):
-            problems.append(f"the dtype of key {key!r} must be a torch.dtype, not {wanted!r}")
-        elif key not in data:
-            held = ", ".join(map(repr, data)) or "no key at all"
-            problems.append(f"key {key!r} is missing; the data has {held}.{nearest(str(key), map(str, data))}")
-        elif not dense or value.is_quantized or value.dtype != wanted:
-            found = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
-            problems.append(f"data[{key!r}] must be a dense tensor of {wanted} with storage, not {found}")
-        else:
-            specs.append((key, value.dtype, tuple(value.shape)))
-    return specs, problems
+def _spec(key: int | str, data: Any, dtype: Any) -> Spec:
+    """Return the metadata of a tensor to send; raise ConfigError if ``data`` lacks it or it is another one."""
+    if key not in data:
+        held = ", ".join(map(repr, data)) or "no key at all"
+        raise ConfigError(f"key {key!r} is missing; the data has {held}.{nearest(str(key), map(str, data))}")
+    value, wanted = data[key], dtype.get(key) if isinstance(dtype, Mapping) else dtype
+    dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+    if not dense or value.is_quantized or value.dtype != wanted:
+        found = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ConfigError(f"data[{key!r}] must be a dense tensor of {wanted} with storage, not {found}")
+    return key, value.dtype, tuple(value.shape)

@@ -27,8 +27,9 @@ from autopar.compat.tensors import own_parameters
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
-from autopar.features.quantized.stored import InFile, Piece, QuantizedKind, QuantizedWeight, RowParallelStored, largest
+from autopar.features.quantized.stored import InFile, Piece, QuantizedWeight, RowParallelStored, largest
 from autopar.layout import Layout
+from autopar.stored import Kind
 
 _BLOCK = 64  # numbers that share a scale
 _GROUP = 256  # scales that are quantized together
@@ -270,11 +271,11 @@ def _divides(block: tuple[int, int], layout: Layout) -> bool:
     return True
 
 
-def _kind_of(name: str, nested: bool) -> QuantizedKind:
+def _kind_of(name: str, nested: bool) -> Kind:
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": nested}
     form = f"bitsandbytes {name}{' with quantized scales' * nested}"
     nbytes, config = functools.partial(_four_bit, nested=nested), functools.partial(BitsAndBytesConfig, **how)
-    return QuantizedKind(form, (1, _BLOCK), False, nbytes, config)
+    return Kind(form, (1, _BLOCK), False, nbytes, config)
 
 
 LIBRARY = "bitsandbytes.nn.modules"  # imported by code that has created such a layer
@@ -394,5 +395,5 @@ def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
 
 _FOUR = {f"{name}{'-double' * nested}": _kind_of(name, nested) for name in ("nf4", "fp4") for nested in (False, True)}
 _INT8 = functools.partial(BitsAndBytesConfig, load_in_8bit=True)
-KINDS = {**_FOUR, "int8": QuantizedKind("bitsandbytes int8", EightBit.block, True, _eight_bit, _INT8)}
+KINDS = {**_FOUR, "int8": Kind("bitsandbytes int8", EightBit.block, True, _eight_bit, _INT8)}
 """Name of a form in commands -> form, to plan a model without weights."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +16,10 @@ import torch.distributed as dist
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
-from autopar.errors import CheckpointError, ConfigError
+from autopar.errors import CheckpointError
 from autopar.layout import Layout
-from autopar.plan.matching import RuleMatch
 from autopar.storage.lazy_tensor import Box, LazyTensor, read_shard, reshaped
-from autopar.stored import Kind, StoredWeight
+from autopar.stored import StoredWeight
 from autopar.swap import replaced
 from autopar.tensor_parallel.layers import Column, ParallelLayer, Row
 from autopar.tensor_parallel.regions import WeightGradient
@@ -54,58 +52,6 @@ class InFile(NamedTuple):
     block: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class QuantizedKind(Kind):
-    """A form of quantized weights, independent of a weight.
-
-    Attributes:
-        parts: Function ``(shape, layout, rank) -> bytes`` of a rank's shard with its scales; the layout is None for a
-            replicated weight.
-        config: Function that returns transformers' ``quantization_config``, if the name determines it.
-    """
-
-    parts: Callable[[tuple[int, int], Layout | None, int], int]
-    config: Callable[[], Any] | None = None
-
-    def nbytes(self, shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
-        """Return the bytes of a rank's shard of a weight of this shape, including its scales."""
-        return self.parts(shape, layout if layout is not None and layout.axis_size > 1 else None, rank)
-
-    def check(self, shown: str, shape: torch.Size, layout: Layout, match: RuleMatch) -> None:
-        """Raise ConfigError if a rank would hold a partial block, or inputs that need a scale over all ranks."""
-        if layout.axis_size == 1:
-            return
-        step, dim, table = self.block[layout.dim], layout.dim, match.scope.table
-        what = f"tensor_parallel_size={table.size} does not fit {shown}: its weight ({self.form}) has"
-        if shape[1] % self.block[1]:
-            raise ConfigError(f"{what} {shape[1]} inputs, which must be a multiple of the block size {self.block[1]}.")
-
-        def fits(size: int) -> bool:
-            try:
-                other = table.of_experts(size).layout(
-                    match.rule.parts, dim, layout.size, shown, match.rule.where, match.scope.block
-                )
-                return other.in_steps(step) is not None
-            except (ConfigError, ValueError):
-                return False
-
-        sizes = [layout.local_size(rank) for rank in range(layout.axis_size)]
-        try:
-            layout.in_steps(step)
-        except ValueError:
-            others = [size for size in range(2, 2 * table.size) if size != table.size and fits(size)]
-            raise ConfigError(
-                f"{what} blocks of {step} inputs, and ranks would hold {sizes} of {layout.size}.\n"
-                f"  Use a size that fits this layer: {', '.join(map(str, [1, *others]))}."
-            ) from None
-        if self.takes_rows and dim == 1 and match.rule.kind in ("sharded", "norm_over"):
-            raise ConfigError(
-                f"tensor_parallel_size={layout.axis_size} does not fit {shown}: its weight ({self.form}) is "
-                f"'sharded' inside a region, where ranks would hold {sizes} of {layout.size} inputs with one scale "
-                f"({match.rule.where})\n  Use a 'row' rule, quantize it in 4 bits, or exclude it from quantization."
-            )
-
-
 def largest(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return the maximum over the ranks, in place."""
     all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
@@ -113,7 +59,7 @@ def largest(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 class QuantizedWeight(StoredWeight):
-    """The weight of one linear layer in the form of one library; ``block`` is the same as in its :class:`Kind`."""
+    """The weight of one linear layer in the form of one library; ``block``: the same as in ``kind``."""
 
     block: tuple[int, int] = (1, 1)
     _module: Any

@@ -21,8 +21,9 @@ from torch import nn
 
 from autopar.compat.tensors import own_parameters
 from autopar.errors import ConfigError
-from autopar.features.quantized.stored import InFile, Piece, QuantizedKind, QuantizedWeight, largest
+from autopar.features.quantized.stored import InFile, Piece, QuantizedWeight, largest
 from autopar.layout import Layout
+from autopar.stored import Kind
 
 LIBRARY = "torchao.utils"  # imported by code that has created such a layer
 _FORMATS = {"Int8Tensor": "torchao int8", "Float8Tensor": "torchao float8"}
@@ -88,7 +89,7 @@ class EightBitTensor(QuantizedWeight):
         self.pending = module.weight.is_meta
         widths = [x.element_size() for name, x in self._held().items() if name != "qdata"]
         nbytes = functools.partial(_nbytes, step=self._step, beside=sum(widths))
-        self.kind = QuantizedKind(_FORMATS[type(module.weight).__name__], self.block, False, nbytes)
+        self.kind = Kind(_FORMATS[type(module.weight).__name__], self.block, False, nbytes)
 
     @property
     def _step(self) -> tuple[int, int]:

@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -29,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 from autopar.compat.tensors import PLAIN, local_part, no_overrides, own_parameters
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import extremes_over
+from autopar.distributed.collectives import extremes_over, gathered
 from autopar.distributed.digest import hexdigest, leaves, of_tensor, of_text, of_values, sums_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -181,8 +180,7 @@ class ForwardCheck:
         """
         if self._left != 0 and self.every and not self._compare([of_text("refused")])[0]:
             self._reset_counts()
-            everyone = [{"call": call}] * self.mpu.tp_cp.size
-            dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp_cp.group)
+            gathered({"call": call}, self.mpu.tp_cp.group)
 
     def first_only(self, compare: bool = True, watch: bool = True) -> AbstractContextManager[None]:
         """Compare only the first forward inside, since later forwards depend on its result.
@@ -264,9 +262,8 @@ class ForwardCheck:
                     mine[name] = f"{list(value.shape)} {hexdigest(local_part(value))}{wants}"
             mine |= self._states(model)
             mine |= {f"weight {name}": hexdigest(weight) for name, weight in self._samples.named()}
-        everyone = [mine] * axis.size
         with self.failures.wait("comparing the inputs of the forward", axis.ranks):
-            dist.all_gather_object(everyone, mine, group=axis.group)
+            everyone = gathered(mine, axis.group)
         self._reset_counts()
         weights = (name.removeprefix("weight ") for name in different(everyone) if name.startswith("weight "))
         kinds = [name for name, its in (("tensor", self.mpu.tp), ("context", self.mpu.cp)) if its.size > 1]

@@ -23,7 +23,6 @@ from autopar.data_parallel.gradients import ReplicaNorm
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes, sum_of_bits
-from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.rng import Generators, sync_generators
 from autopar.errors import ConfigError, ConsistencyError, nearest
 from autopar.guards.step import listeners
@@ -215,11 +214,11 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
         if first is not parameter and state.mpu.pp.size == 1:
             raise ConfigError(f"full_params: {name} must still be tied, as it was when the model was parallelized")
     kept, mpu = [name for name in chosen if name in own], state.mpu
-    flags = torch.tensor([own[name].grad is not None for name in kept], dtype=torch.int32, device=mpu.device)
+    graded = [int(own[name].grad is not None) for name in kept]
     if mpu.shards_pp.size > 1 and kept:
-        all_reduce(flags, op=dist.ReduceOp.MAX, group=mpu.shards_pp.group)
+        graded, _ = extremes(graded, mpu.shards_pp.group)
     held = []
-    for name, has in zip(kept, flags.tolist(), strict=True):
+    for name, has in zip(kept, graded, strict=True):
         parameter, due, holders = own[name], state.plan.tensors[name], state.stages.holders(name)
         given = due, state.plan, mpu, holders, elsewhere.get(name, parameter.dtype)
         here = mpu.pp.rank in holders

@@ -18,7 +18,6 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import set_seed
 from torch import nn
 
@@ -27,8 +26,6 @@ from autopar.config import ParallelConfig
 from autopar.distributed import collectives
 from autopar.distributed.digest import extremes, of_text, of_values
 from autopar.distributed.failures import waiting
-from autopar.distributed.gloo_collectives import all_reduce
-from autopar.distributed.process import device_of_numbers
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.integrations.accelerate import meaning
 from autopar.integrations.trainer.steps import ParallelBase
@@ -78,8 +75,7 @@ class ReplicaView(ParallelBase):
         with waiting(mpu, f"the comparison of {name}", mpu.model.ranks):
             largest, smallest = extremes([of_text(str(sorted(found.items())))], mpu.model.group)
             if largest != smallest:
-                every: list[dict[str, int]] = [{}] * mpu.model.size
-                dist.all_gather_object(every, found, group=mpu.model.group)
+                every = collectives.gathered(found, mpu.model.group)
                 keys = sorted({key for one in every for key in one})
                 unlike = ", ".join(key for key in keys if len({one.get(key) for one in every}) > 1)
                 raise ConsistencyError(f"{name} has different {unlike} on the ranks of a replica.\n{_HOW}")
@@ -135,11 +131,7 @@ def count_replicas(args: Any, replicas: int) -> None:
 
 def seed_by_replica(model: Any, args: Any) -> None:
     """Seed by replica if a trainer has seeded by rank, so that replicas sample like processes."""
-    if model.mpu.world_size == 1:
-        return
-    differs = torch.tensor([float(torch.initial_seed() != args.seed)], device=device_of_numbers())
-    all_reduce(differs, dist.ReduceOp.MAX)
-    if differs.item():
+    if model.mpu.world_size > 1 and extremes([torch.initial_seed() != args.seed], None)[0] == [1]:
         set_seed(args.seed + model.mpu.dp.rank)
 
 

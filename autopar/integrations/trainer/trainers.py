@@ -21,8 +21,8 @@ from autopar.compat.peft import is_peft_model, tuner_layers
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import clip_grad_norm_
 from autopar.data_parallel.optimizer_state import check_optimizer, refuse_unlike
+from autopar.distributed.digest import extremes
 from autopar.distributed.failures import waiting
-from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
@@ -286,9 +286,8 @@ class _AgreedEvents:
 def _agree(control: TrainerControl, mpu: MPU) -> TrainerControl:
     """Set each flag on all ranks if any rank has set it. A collective of the world, on the CPU."""
     if mpu.world_size > 1:
-        flags = torch.tensor([getattr(control, flag) for flag in _FLAGS], dtype=torch.int32, device="cpu")
         with waiting(mpu, "the flags that callbacks set", range(mpu.world_size)):
-            all_reduce(flags, dist.ReduceOp.MAX, group=mpu.control)
-        for flag, value in zip(_FLAGS, flags.tolist(), strict=True):
+            flags, _ = extremes([getattr(control, flag) for flag in _FLAGS], mpu.control)
+        for flag, value in zip(_FLAGS, flags, strict=True):
             setattr(control, flag, bool(value))
     return control

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -32,9 +32,6 @@ from autopar.deferred_init.context import lazy_init
 from autopar.errors import AutoparError, ConfigError, clip, in_one_line, nearest, type_and_text
 from autopar.policy.match import library_of
 from autopar.stored import Kind, stand_in
-
-if TYPE_CHECKING:
-    from autopar.features.quantized.stored import QuantizedKind
 
 
 def _remote_classes(folder: Path, content: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, type[PreTrainedModel]]]:
@@ -292,7 +289,7 @@ def _call(made: Callable[[], Any], name: str) -> nn.Module:
 # -- fine-tuned models: adapters on a frozen base, which may be quantized ----------------------------------------------
 
 
-def kind_of(name: str) -> QuantizedKind:
+def kind_of(name: str) -> Kind:
     """Return the kind of quantized weights by name."""
     registry.need("quantized", f"--quantization {name}")
     from autopar.features.quantized.bitsandbytes import KINDS
@@ -302,7 +299,7 @@ def kind_of(name: str) -> QuantizedKind:
     return KINDS[name]
 
 
-def kind_in(config: Any) -> tuple[QuantizedKind | None, list[str] | None]:
+def kind_in(config: Any) -> tuple[Kind | None, list[str] | None]:
     """Return the kind of quantized weights in a config, or None, and the layers that are not quantized."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
@@ -364,7 +361,7 @@ def mark_quantized(model: nn.Module, kind: Kind, kept: list[str] | None = None) 
         model.set_submodule(path, layer)
 
 
-def quantize(model: nn.Module, kind: QuantizedKind) -> nn.Module:
+def quantize(model: nn.Module, kind: Kind) -> nn.Module:
     """Return the model, quantized by ``from_pretrained(quantization_config=...)``."""
     assert kind.config is not None
     own: Any = type(model)

@@ -18,7 +18,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.tensor_parallel import sharded_logits
 from autopar.tensor_parallel.sharded_logits import ShardedLogits
 from tests.compare import same_gradients
 from tests.exchange import raises_everywhere
@@ -26,7 +25,7 @@ from tests.features.context_parallel.test_exactness import METHODS, VOCAB, made,
 from tests.harness.worlds import pooled
 from tests.parity import close, language_batches
 from tests.small import gpt2, llama
-from tests.tensor_parallel.test_sharded_logits import FROM_SHARDS, GATHERED
+from tests.tensor_parallel.test_sharded_logits import FROM_SHARDS, GATHERED, Gathered
 from tests.tensor_parallel.test_sharded_logits_habits import HABITS
 
 
@@ -195,16 +194,14 @@ FROM_ROWS = {"shifted", "smoothed sum", "each token", "capped", "biased", "doubl
 def test_whatever_is_computed_of_them() -> None:
     (batch,) = language_batches(VOCAB, count=1)
     ids = labels = batch["input_ids"]
-    meetings: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        meet = sharded_logits.meet
-        patch.setattr(sharded_logits, "meet", lambda *args: meetings.append(args[1]) or meet(*args))
+        gathered = Gathered(patch)
         plain, model = pair(llama())
         for name, function in {**FROM_SHARDS, **GATHERED, **{habit.__name__: habit for habit in HABITS}}.items():
             assert isinstance(model(ids).logits, ShardedLogits)
-            meetings.clear()
+            before = gathered.times
             same(model, plain, lambda each, function=function: function(each(ids).logits, labels), name)
-            assert bool(meetings) == (name not in FROM_ROWS), name
+            assert (gathered.times > before) == (name not in FROM_ROWS), name
             for each in (plain, model):
                 each.zero_grad()
 
