@@ -118,6 +118,8 @@ def check(name: str, heads: int = 6, *, adapt: Callable[[nn.Module], nn.Module] 
 @pytest.mark.tier("test")
 @with_package("diffusers", world_size=2)
 def test_one_of_each_mesh() -> None:
+    import peft
+
     check("flux", heads=5, tensor_parallel_size=2)
     model = check("wan", adapt=with_lora, pipeline_parallel_size=2)
     assert any(p.numel() for p in model.blocks[3].parameters()) is (model.mpu.pp.rank == 1)
@@ -126,6 +128,16 @@ def test_one_of_each_mesh() -> None:
     holder = autopar.initialize(Holder(copy.deepcopy(plain)), {"pp": 2})
     with torch.no_grad():
         close(holder.inner(**inputs).sample, plain(**inputs).sample, "a model inside a module of user code")
+    config = peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(plain), config)
+    expected = adapted(**inputs).sample.square().mean().detach()
+    model = autopar.initialize(adapted, {"pp": 2})
+    batch = {**inputs, "target": torch.zeros(2, 4, 2, 8, 8)}  # for the criterion only
+    actual = model.execute_pipeline(batch, lambda o, b: (o.sample - b["target"]).square().mean(), broadcast_loss=True)
+    close(actual.loss, expected, "loss of a PeftModel")
+    model = autopar.initialize(copy.deepcopy(plain), {"pp": 2})
+    with pytest.raises(ConfigError, match=r"enable_cache: this rank holds only its shards of Wan.*\n  Leave it out"):
+        model.enable_cache(None)
     inputs["encoder_hidden_state"] = inputs.pop("encoder_hidden_states")
     with pytest.raises(ConfigError, match=r"take 'encoder_hidden_state'. Did you mean 'encoder_hidden_states'\?"):
         model.execute_pipeline(inputs, lambda outputs, inputs: outputs.sample.sum())
