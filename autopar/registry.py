@@ -113,6 +113,8 @@ class Feature:
             names of its files of weights. ``owns(module)`` is called with the modules of a user's model.
             ``policy(model)`` returns the policy of such a model, or raises UnsupportedModelError.
             ``sample(model, batch, length)`` returns small inputs on the meta device, or raises ValueError.
+            ``rows(model, ranks)`` returns a plan for context parallelism, or raises ConfigError
+            (:class:`autopar.features.context_parallel.state.RowPlan`).
             ``config_writer(model)`` returns a function that writes ``config.json`` into a folder. ``wrote(path)``
             returns whether the library wrote the ``config.json`` at a path, ``class_of(path)`` the class of its model,
             and ``build(path)`` the model.

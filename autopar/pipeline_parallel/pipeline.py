@@ -397,8 +397,9 @@ class Pipeline:
         return result
 
 
-def _targets(model: nn.Module, batch: dict[str, Any]) -> frozenset[str]:
+def _targets(model: Any, batch: dict[str, Any]) -> frozenset[str]:
     """Return the entries that only the criterion reads. A name close to a missing argument raises ConfigError."""
+    model = model.get_base_model() if is_peft_model(model) else model  # PeftModel takes all, and passes it on
     found, missing = not_taken(model, batch), [name for name in argument_names(model) if name not in batch]
     for name in sorted(found):
         if hint := nearest(name, missing, cutoff=0.8):

@@ -31,7 +31,7 @@ from autopar.features.context_parallel.recurrent.plan import Call, hand_on_state
 from autopar.features.context_parallel.setup import apply
 from autopar.features.context_parallel.state import GatheredModule, RowPlan, refused_hook
 from autopar.plan.stages import StagePlan, elements_of, lies_in
-from autopar.policy.match import Described
+from autopar.policy.match import Described, library_of
 from autopar.policy.schema import Policy
 from autopar.swap import argument_names
 
@@ -46,6 +46,9 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
     Raises:
         ConfigError: The model does not support context parallelism; names the module that mixes rows.
     """
+    library = library_of(model)
+    if library is not None:
+        return library.rows(model, ranks)
     with kept():
         if not isinstance(model, PreTrainedModel):
             needed = "the model must be a Hugging Face model of transformers, whose attention is replaced"
@@ -66,6 +69,7 @@ def make(plans: ModelPlans, config: ParallelConfig, stages: StagePlan) -> RowPla
     """Return the plan for a configuration; raise ConfigError if the model does not support it."""
     cp = config.context_parallel_size
     plan = rows(plans, cp)
+    plan.check(plans.inner, config)
     if config.sequence_parallel and config.tensor_parallel_size > 1:
         check_sequence_parallel(plans.inner, plan, cp)
     return plan

@@ -45,15 +45,19 @@ def run_on_rows_of_sequences(model: nn.Module, state: Parallelized, given: Given
     rows = apply(state.inner_of(model), plan, state.mpu.cp, config.context_parallel_method, gather_logits=always)
     state.region.beginning.append(rows.find_hooks)
     state.undo.append(lambda model, own: undo(model))
+    state.undo.append(lambda model, own: plan.undo(model))
 
 
-def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_logits: bool = False) -> RowState:
+def apply(model: nn.Module, plan: Any, axis: Axis, method: str, *, gather_logits: bool = False) -> RowState:
     """Add block boundaries and attention over rows to ``model`` in place, without communication.
 
     Args:
         model: Inner Hugging Face model; names in the plan are relative to it.
         gather_logits: True to gather logits in every forward, not only when they are read.
     """
+    if type(plan) is not RowPlan:  # of another library
+        made: RowState = plan.apply(model, axis)
+        return made
     register()
     state = RowState(axis, method, plan)
     state.gathers_logits = gather_logits
@@ -98,17 +102,17 @@ def undo(model: nn.Module) -> None:
             setattr(module, RECOMPUTE, recompute.plain)
         for name in ("_autopar_rows", "_autopar_list", "_autopar_path"):
             vars(module).pop(name, None)
-        remove_forward_hooks(module, (_RowHook,))
+        remove_forward_hooks(module, (RowHook,))
 
 
-class _RowHook:
+class RowHook:
     """A hook of a model that runs over rows; :func:`undo` removes it."""
 
     def __init__(self, state: RowState, outermost: bool = False) -> None:
         self.state, self.outermost = state, outermost
 
 
-class BeforeRows(_RowHook):
+class BeforeRows(RowHook):
     """Forward pre-hook of a Hugging Face model: decide whether this forward runs over rows."""
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,7 +144,7 @@ class BeforeRows(_RowHook):
         return (args, kwargs) if cached or state.tracking is not None else entered((args, kwargs), state.axis)
 
 
-class AfterRows(_RowHook):
+class AfterRows(RowHook):
     """Forward hook, called after an error too: gather outputs collected inside blocks."""
 
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
@@ -185,7 +189,7 @@ def _gathered(value: Any, state: RowState, number: int) -> Any:
     return gather_all(value, state, layout, dim) if value.shape[dim] == expected else value
 
 
-class BeforeHead(_RowHook):
+class BeforeHead(RowHook):
     """Forward pre-hook of the head, which then computes logits for this rank's rows only."""
 
     def __call__(self, head: Any, args: tuple[Any, ...]) -> Any:
@@ -201,7 +205,7 @@ class BeforeHead(_RowHook):
         return (state.mark(layout.shard(x, state.axis.rank, 1)), *args[1:])
 
 
-class AfterHead(_RowHook):
+class AfterHead(RowHook):
     """Forward hook of the head, which makes its logits of this rank's rows gather lazily."""
 
     def __call__(self, head: Any, args: Any, logits: torch.Tensor) -> torch.Tensor | None:

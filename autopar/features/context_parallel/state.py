@@ -18,6 +18,7 @@ from torch import nn
 
 from autopar.call_site import described, hooks_below, user_hooks
 from autopar.compat.tensors import HOOKS, PLAIN, hooks_of, hooks_of_all, in_backward, tree_map
+from autopar.config import ParallelConfig
 from autopar.distributed.autograd_functions import refuse_again
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import as_view, gather_sum, itself, linear, reduce
@@ -79,6 +80,12 @@ class RowPlan:
     head: str | None = None
     through: bool = True
     between: bool = False
+
+    def check(self, model: nn.Module, config: ParallelConfig) -> None:
+        """Raise ConfigError if the model of another library does not fit a configuration."""
+
+    def undo(self, model: nn.Module) -> None:
+        """Undo changes to the model of another library."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""

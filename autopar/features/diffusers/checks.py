@@ -23,7 +23,7 @@ class Checks:
         """Raise ConfigError for the first setting that is not supported on ``tp`` x ``pp`` ranks."""
         found = ((path, module) for path, module in self._root.named_modules() if Models.owns(module))
         for path, module in found if tp > 1 or pp > 1 else ():
-            for what, instead in _unsupported(module):
+            for what, instead in unsupported(module):
                 size = f"pipeline_parallel_size={pp}" if pp > 1 else f"tensor_parallel_size={tp}"
                 place = f"{type(module).__name__}{f' at {path}' if path else ''}"
                 raise ConfigError(f"{size} is not supported with {what} of {place}.\n  {instead}")
@@ -33,7 +33,7 @@ class Checks:
         yield from ()
 
 
-def _unsupported(model: Any) -> Iterator[tuple[str, str]]:
+def unsupported(model: Any) -> Iterator[tuple[str, str]]:
     """Yield the settings of a model that are not supported, each with a way out."""
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     if len(devices) > 1:

@@ -62,6 +62,13 @@ class Models:
         return sample_inputs(model, batch, length)
 
     @staticmethod
+    def rows(model: nn.Module, ranks: int) -> Any:
+        """Return the plan for context parallelism (:mod:`autopar.features.diffusers.sequences`)."""
+        from autopar.features.diffusers.sequences import plan_sequences
+
+        return plan_sequences(model, ranks)
+
+    @staticmethod
     def config_writer(model: Any) -> Callable[[Path], None]:
         """Return a function that writes ``config.json`` as ``save_pretrained`` would."""
         text: str = model.to_json_string()

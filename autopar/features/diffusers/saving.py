@@ -37,6 +37,7 @@ _USE_INSTEAD = (
     "  Use model.save_parallelized(dir, adapter_only=True), on every rank, for a file that the pipeline's "
     "load_lora_weights reads."
 )
+_CACHE = "  Leave it out: caches of diffusers compare all blocks of a model. Or use tensor_parallel_size."
 _TREE = ("load_lora_adapter", "add_adapter", "unload_lora", "delete_adapters")
 
 
@@ -52,6 +53,8 @@ def adapt_methods(model: nn.Module, state: Parallelized, given: Given) -> None:
         if shard_of(model) is not None:
             when_imported(_LOADERS, _patch_flux)
         methods = {name: _on_full_model(name) for name in _TREE}
+        if state.mpu.pp.size > 1 and hasattr(inner, "enable_cache"):
+            methods["enable_cache"] = refused("enable_cache", PART + _CACHE)
         bind(model, _OWNER, **methods, save_lora_adapter=refused("save_lora_adapter", PART + _USE_INSTEAD))
         state.undo.append(lambda model, own: unbind(model, _OWNER))
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.config import ParallelConfig
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError
-from autopar.features.context_parallel.plan import plan_rows
+from autopar.features.context_parallel.plan import make as plan_context
 from autopar.features.diffusers.models import check_version
 from autopar.features.sequence_parallel.plan import sequence
 from autopar.policy.load import own_policies, read_user_policy
@@ -107,5 +108,22 @@ def test_what_is_refused() -> None:
         with pytest.raises(ConfigError, match="sequence_parallel does not fit") as info:
             sequence(plans, 2, plans.stages(1))
         assert words in str(info.value), name
-    with pytest.raises(ConfigError, match="size=2 does not fit WanTransformer3DModel: the model must be"):
-        plan_rows(plain, own_policies()["wan"], "", 2)
+    other = make("wan", heads=2)[0]
+    other.condition_embedder.text_embedder.dropout = nn.Dropout(0.25)
+    cp = {"context_parallel_size": 2}
+    for model, more, words in (
+        (make("sd3")[0], {}, "does not fit SD3Transformer2DModel: of diffusers, it supports Flux, Flux2, LTXVideo,"),
+        (other, {}, "with dropout 0.25 at condition_embedder.text_embedder.dropout of Wan"),
+        (
+            plain,
+            {"pipeline_parallel_size": 2},
+            "with the 2 pipeline stages of WanTransformer3DModel.\n  Use tensor_par",
+        ),
+        (plain, {"context_parallel_method": "gather"}, "with context_parallel_method=gather of WanTransformer3DModel."),
+        (plain, {"tensor_parallel_size": 4}, "with the 6 heads for 8 ranks of WanTransformer3DModel.\n  Each rank"),
+        (plain, {"tensor_parallel_size": 2, "sequence_parallel": True}, "with sequence_parallel, its code between"),
+    ):
+        plans, config = ModelPlans.of(model), ParallelConfig.parse({"model_parallelism": {**cp, **more}}, 8)
+        with pytest.raises(ConfigError) as info:
+            plan_context(plans, config, plans.stages(1))
+        assert "context_parallel_size=2" in str(info.value) and words in str(info.value)

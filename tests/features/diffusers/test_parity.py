@@ -24,6 +24,7 @@ LAYERS = (
 )
 # Classes that run on rows of the sequence -> lengths of the image, and of the text if blocks return it
 ROWS = {"wan": [32], "ltx_video": [16], "pixart": [16], "sd3": [16, 7], "qwen_image": [12, 7]}
+SEQUENCES = ("flux", "flux2", "ltx_video", "qwen_image", "wan")  # classes with context parallelism
 
 
 class Holder(nn.Module):
@@ -72,6 +73,7 @@ def check(name: str, heads: int = 6, *, adapt: Callable[[nn.Module], nn.Module] 
         more: sizes, the policy, and the other sections of the configuration.
     """
     plain, inputs = make(name, heads)
+    inputs = more.pop("inputs", lambda name, inputs: inputs)(name, inputs)
     plain = adapt(plain)
     model = copy.deepcopy(plain)
     sizes = {key: more.pop(key) for key in [*more] if key.endswith("_size") or key == "sequence_parallel"}
@@ -95,7 +97,9 @@ def check(name: str, heads: int = 6, *, adapt: Callable[[nn.Module], nn.Module] 
         if mpu.dp.size > 1:
             dist.all_reduce(actual := actual.detach(), group=mpu.dp.group)
         close(actual.detach() / expected.detach(), torch.ones(()), f"loss of {name}")
-    if mpu.dp.size == 1:
+    if mpu.dp_cp.size > 1:
+        autopar.average_gradients(model)
+    if "zero" not in more:
         gradients = whole_tensors(model, lambda parameter: parameter.grad)
         for key, parameter in plain.named_parameters():
             assert (gradients[key] is None) == (parameter.grad is None), f"{key} of {name}"
@@ -103,8 +107,6 @@ def check(name: str, heads: int = 6, *, adapt: Callable[[nn.Module], nn.Module] 
                 largest = max(1.0, float(parameter.grad.abs().max()))
                 close(gradients[key] / largest, parameter.grad / largest, f"gradient of {key} of {name}")
     other = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-3)
-    if mpu.dp.size > 1:
-        autopar.average_gradients(model)
     for each in (optimizer, other):
         each.step()
     weights = whole_tensors(model, lambda parameter: parameter.data)
@@ -116,6 +118,8 @@ def check(name: str, heads: int = 6, *, adapt: Callable[[nn.Module], nn.Module] 
 @pytest.mark.tier("test")
 @with_package("diffusers", world_size=2)
 def test_one_of_each_mesh() -> None:
+    import peft
+
     check("flux", heads=5, tensor_parallel_size=2)
     model = check("wan", adapt=with_lora, pipeline_parallel_size=2)
     assert any(p.numel() for p in model.blocks[3].parameters()) is (model.mpu.pp.rank == 1)
@@ -124,6 +128,16 @@ def test_one_of_each_mesh() -> None:
     holder = autopar.initialize(Holder(copy.deepcopy(plain)), {"pp": 2})
     with torch.no_grad():
         close(holder.inner(**inputs).sample, plain(**inputs).sample, "a model inside a module of user code")
+    config = peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(plain), config)
+    expected = adapted(**inputs).sample.square().mean().detach()
+    model = autopar.initialize(adapted, {"pp": 2})
+    batch = {**inputs, "target": torch.zeros(2, 4, 2, 8, 8)}  # for the criterion only
+    actual = model.execute_pipeline(batch, lambda o, b: (o.sample - b["target"]).square().mean(), broadcast_loss=True)
+    close(actual.loss, expected, "loss of a PeftModel")
+    model = autopar.initialize(copy.deepcopy(plain), {"pp": 2})
+    with pytest.raises(ConfigError, match=r"enable_cache: this rank holds only its shards of Wan.*\n  Leave it out"):
+        model.enable_cache(None)
     inputs["encoder_hidden_state"] = inputs.pop("encoder_hidden_states")
     with pytest.raises(ConfigError, match=r"take 'encoder_hidden_state'. Did you mean 'encoder_hidden_states'\?"):
         model.execute_pipeline(inputs, lambda outputs, inputs: outputs.sample.sum())
@@ -150,6 +164,45 @@ def test_sequence_parallel() -> None:
         for key, parameter in plain.named_parameters():
             largest = max(1.0, float(parameter.grad.abs().max()))
             close(gradients[key] / largest, parameter.grad / largest, f"gradient of {key} of {name}, two forms")
+
+
+def even(name: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs with rows that two ranks can split, and another mask."""
+    if "flux" in name:
+        inputs |= {key: inputs[key][:rows] for key, rows in {"img_ids": 6, "txt_ids": 4}.items()}
+        inputs["hidden_states"] = torch.randn(2, 6, 4)
+    if name != "wan":
+        masks = {key: torch.tensor([[1] * 4, [1, 1, 0, 0]]).bool() for key in inputs if "mask" in key}
+        inputs |= {"encoder_hidden_states": torch.randn(2, 4, 16), **masks}
+    return inputs
+
+
+@with_package("diffusers", world_size=4)
+def test_context_parallel() -> None:
+    from diffusers.models.attention_dispatch import attention_backend
+
+    for name in SEQUENCES:
+        for heads, more in ((5, {"tensor_parallel_size": 2}), (4, {})):
+            check(name, heads=heads, inputs=even, context_parallel_size=2, **more)
+        check(name, inputs=even, adapt=with_lora, context_parallel_size=4 if name == "wan" else 2)
+        check(name, inputs=even, adapt=recomputed, context_parallel_size=2)
+    plain, inputs = make("wan")
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"context_parallel_size": 2}})
+    rows: list[int] = []
+    autopar.local_hooks(model.blocks[0].attn1)
+    model.blocks[0].attn1.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    with torch.no_grad():
+        for each in (model, copy.deepcopy(model)):
+            for given in (inputs, {**inputs, "timestep": torch.rand(2, 32)}):
+                close(each(**given).sample, plain(**given).sample, "outputs of a model and of its copy")
+        assert rows == [16] * 4
+        with attention_backend("_native_math"), pytest.raises(ConfigError, match="attention backend 'native'"):
+            model(**inputs)
+        other = {**inputs, "hidden_states": torch.randn(2, 4, 1, 6, 6)}
+        with pytest.raises(ConfigError, match="result 0 of rope must have a multiple of 2 rows in dim 1, got shape "):
+            model(**other)
+        autopar.deparallelize(model)
+        close(model(**other).sample, plain(**other).sample, "the full model")
 
 
 @with_package("diffusers", world_size=3)
