@@ -1,29 +1,20 @@
-"""Planned memory against what ranks hold, and one of several equal blocks counted for all."""
+"""Planned memory against what ranks hold."""
 
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autopar
 from autopar.errors import ConfigError
 from autopar.features.activation_checkpointing import setup as activation_checkpoint
-from autopar.plan.make_plan import make_plan
-from autopar.policy.match import find_policy
-from autopar.tools.planner import planned_model
-from autopar.tools.planner.candidate import Rows
-from autopar.tools.planner.equal_blocks import equal_blocks
-from autopar.tools.planner.planned_model import PlannedModel
 from tests.harness.worlds import pooled
 from tests.own_modules import GPT_POLICY, gpt
-from tests.pipeline_parallel.deep import deep
 from tests.planner.saved_bytes import states_are_as_planned
 from tests.small import gpt2, llama
 
@@ -105,58 +96,3 @@ def test_what_cannot_be_planned_is_refused() -> None:
         autopar.plan_memory(llama(), sequence=SEQUENCE, batch=0)
     with pytest.raises(ConfigError, match="model must be a Hugging Face PreTrainedModel; got"):
         autopar.plan_memory(gpt(), sequence=SEQUENCE, policy=GPT_POLICY)
-
-
-KINDS = ("gpt2", "llama", "bert", "t5", "bart", "mixtral")
-
-
-def _model(kind: str) -> Any:
-    own = {"gpt2": lambda: gpt2(n_layer=5), "llama": lambda: llama(num_hidden_layers=5)}
-    return own.get(kind, lambda: deep(kind, 5))()
-
-
-def groups(model: Any) -> list[tuple[str, ...]]:
-    return equal_blocks(model, make_plan(model, find_policy(model), 2))
-
-
-def blocks(*numbers: int) -> list[tuple[str, ...]]:
-    return [tuple(f"model.layers.{number}" for number in numbers)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_counts_are_those_of_every_block(kind: str, monkeypatch: pytest.MonkeyPatch):
-    replayed = PlannedModel(_model(kind), sequence=7).count(Rows(2), 2)
-    monkeypatch.setattr(planned_model, "equal_blocks", lambda model, plan: [])
-    every = PlannedModel(_model(kind), sequence=7).count(Rows(2), 2)
-    for place, unit in every.elements.items():
-        assert sorted(replayed.elements[place].saved.values()) == sorted(unit.saved.values())
-        assert replayed.elements[place].operations == unit.operations
-
-
-def test_a_number_that_counts_the_blocks_makes_no_difference_and_another_attribute_does():
-    model = llama(num_hidden_layers=6)
-    assert groups(model) == blocks(*range(6))
-    model.model.layers[3].self_attn.scaling *= 2
-    assert groups(model) == blocks(0, 1, 2, 4, 5)
-    model.model.layers[5].self_attn.layer_idx = 7
-    assert groups(model) == []
-    model = llama(num_hidden_layers=6)
-    model.config.output_hidden_states = True  # collected from the blocks
-    assert groups(model) == []
-
-
-@pytest.mark.parametrize("layer", [1, 3, 5])
-def test_another_module_rule_or_attribute_of_a_plan_makes_a_difference(layer: int):
-    model = llama(num_hidden_layers=6)
-    plan = make_plan(model, find_policy(model), 2)
-    others = blocks(*(number for number in range(6) if number != layer))
-    path = f"model.layers.{layer}.mlp.up_proj"
-    modules = {name: rule for name, rule in plan.modules.items() if name != path}
-    assert equal_blocks(model, replace(plan, modules=modules)) == others
-    values = [
-        replace(a, values=tuple(v + 1 for v in a.values)) if a.path.startswith(f"model.layers.{layer}.") else a
-        for a in plan.attributes
-    ]
-    assert values and equal_blocks(model, replace(plan, attributes=tuple(values))) == others
-    model.model.layers[layer].mlp.act_fn = nn.GELU()
-    assert equal_blocks(model, plan) == others

@@ -190,7 +190,7 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
     with lazy_init():
         plain = from_config(kind, vars(inner).get("_autopar_config", inner.config))
     count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
-    return sum(operation.in_all for unit in count.units() for operation in unit.operations)
+    return sum(calls * each.in_all for unit in count.units() for each, calls in unit.operations.items())
 
 
 def rule_of(plan: Plan, tensor: TensorPlan) -> str:

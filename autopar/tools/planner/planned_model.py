@@ -26,17 +26,15 @@ from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 from autopar.tools.planner.activations import ForwardCounter
 from autopar.tools.planner.candidate import Candidate, Rows
-from autopar.tools.planner.equal_blocks import Paths, equal_blocks
 from autopar.tools.planner.model_states import ModelStates
 from autopar.tools.planner.stage_costs import ForwardCount
 
 
 class _Shard(NamedTuple):
-    """One rank's shard of a model. ``inner`` is the Hugging Face model; the paths of ``equal`` are relative to it."""
+    """One rank's shard of a model. ``inner`` is the Hugging Face model."""
 
     inner: Any
     region: Region
-    equal: Sequence[Paths]
     quantized: Sequence[torch.Tensor]
 
 
@@ -110,7 +108,7 @@ class PlannedModel:
             ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
             if ids is not None and ids.ndim == 2 and inner.get_output_embeddings() is not None:
                 inputs["labels"] = ids.clone()  # a separate storage, as in a micro-batch
-            counter = ForwardCounter(inner, elements, shard.equal, row.encoder, shard.quantized, saves)
+            counter = ForwardCounter(inner, elements, row.encoder, shard.quantized, saves)
             return counter.count(inputs)
         except Exception as error:
             raise UnsupportedModelError(
@@ -137,7 +135,6 @@ class PlannedModel:
     def _made_shard(self, rows: Rows) -> _Shard:
         """Make the shard of one rank, in training mode and with the model's attention."""
         plan = self.plans.tensors(rows.tp, experts=rows.ep)
-        equal = equal_blocks(self.model, plan)
         shard: Any = meta_copy(self.model, gradients=True)
         for parameter, original in zip(shard.parameters(), self.model.parameters(), strict=True):
             parameter.requires_grad_(original.requires_grad and original.is_floating_point())
@@ -160,28 +157,21 @@ class PlannedModel:
         if dtype is not None:
             to_half(shard, inner, dtype, MasterWeights(), lambda parameter: False)
         without_cache(shard)
-        ends = set[str]()
         if rows.sequence_parallel:
             experts = min(rows.ep, rows.tp)  # only the experts on tp matter for the sequence
             from autopar.features.sequence_parallel import plan as sequence_plan, setup as sequence_parallel
 
             sequence = sequence_plan.sequence(self.plans, rows.tp, self.plans.stages(1), experts=experts, routers=False)
             sequence_parallel.apply(shard, sequence, sequence_parallel.SequenceState(region))
-            ends = {paths[-1] for paths in sequence.lists}
         if rows.cp > 1:
             from autopar.features.context_parallel import plan as context_plan, setup as context_parallel
 
             context = context_plan.rows(self.plans, rows.cp)
             context_parallel.apply(inner, context, Axis("cp", None, range(rows.cp), rows.cp_rank), self._method)
-            ends = {paths[-1] for paths in context.lists}
         shard.train()
         stored = plan.quantized()
         quantized = [parameter for name, parameter in shard.named_parameters() if name in stored]
-        # Paths relative to the inner model. The last block of a list differs: it gathers the sequence.
-        below = f"{self.prefix}." if self.prefix else ""
-        seen = ([path.removeprefix(below) for path in paths if path.startswith(below)] for paths in equal)
-        groups = [tuple(path for path in paths if path not in ends) for paths in seen]
-        return _Shard(inner, region, groups, quantized)
+        return _Shard(inner, region, quantized)
 
 
 def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -> None:
