@@ -1,14 +1,12 @@
 """Planned memory against what ranks hold."""
 
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed._tools.mem_tracker import MemTracker
 
 import autopar
 from autopar.errors import ConfigError
@@ -43,31 +41,6 @@ def test_fully_sharded_states_are_those_that_ranks_hold(build: Any, mesh: str) -
     _states_are_as_planned(build, MESHES["four ranks"][mesh])
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that are made inside and live at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.most = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given | self.known:
-                storage = tensor.untyped_storage()
-                self.known.add(storage._cdata)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self._end, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.live)
-        return out
-
-    def _end(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.live -= size
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 def test_peak_of_a_step(build: Any, checkpointing: bool) -> None:
@@ -79,12 +52,14 @@ def test_peak_of_a_step(build: Any, checkpointing: bool) -> None:
         activation_checkpoint.apply(model, (), on_cpu=False)
     ids = torch.zeros((8, 32), dtype=torch.long)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # gradients are there
-    tracker = LiveBytes()
+    tracker = MemTracker()
     with tracker:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    most = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    most -= sum(2 * parameter.nbytes for parameter in model.parameters())  # and gradients
     memory = plan.peak
     planned = memory.activations + memory.logits + memory.work
-    assert abs(tracker.most / planned - 1) < 0.05, (tracker.most, planned, memory)
+    assert abs(most / planned - 1) < 0.05, (most, planned, memory)
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
