@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import autopar
 from autopar.tensor_parallel import regions
-from autopar.tools.rehearsal.one_rank import Job, inputs_of, train
+from autopar.tools.planner.planned_model import inputs_of
+from autopar.tools.rehearsal.one_rank import Job, train
 from autopar.tools.rehearsal.trace import Call, Group, Recorder
 from tests.harness.tiers import in_tier, mainly
 from tests.harness.worlds import pooled

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from autopar import registry
 from autopar.compat.transformers import ATTENTION, EXPERTS
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES, MasterWeights, to_half
+from autopar.deferred_init.files import clear_sources
 from autopar.distributed.axis import Axis
-from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.inputs import Model, meta_copy, sample_inputs
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.plan.stages import StagePlan, rank_of_stage
@@ -104,12 +106,8 @@ class PlannedModel:
         region.expect_logits(True)
         region.start()
         try:
-            inputs = sample_inputs(inner, batch, self.sequence)
-            ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-            if ids is not None and ids.ndim == 2 and inner.get_output_embeddings() is not None:
-                inputs["labels"] = ids.clone()  # a separate storage, as in a micro-batch
             counter = ForwardCounter(inner, elements, row.encoder, shard.quantized, saves)
-            return counter.count(inputs)
+            return counter.count(inputs_of(inner, batch, self.sequence))
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} does not run without data, so its activations cannot be counted: "
@@ -135,10 +133,7 @@ class PlannedModel:
     def _made_shard(self, rows: Rows) -> _Shard:
         """Make the shard of one rank, in training mode and with the model's attention."""
         plan = self.plans.tensors(rows.tp, experts=rows.ep)
-        shard: Any = meta_copy(self.model, gradients=True)
-        for parameter, original in zip(shard.parameters(), self.model.parameters(), strict=True):
-            parameter.requires_grad_(original.requires_grad and original.is_floating_point())
-        keep_kernels(shard, self.model)
+        shard: Any = without_memory(self.model)
         region = Region(Axis("tp", None, range(plan.tp), rows.tp_rank))
         shards = None
         if plan.shards > plan.tp:
@@ -156,7 +151,6 @@ class PlannedModel:
         dtype = DTYPES.get(self.precision)
         if dtype is not None:
             to_half(shard, inner, dtype, MasterWeights(), lambda parameter: False)
-        without_cache(shard)
         if rows.sequence_parallel:
             experts = min(rows.ep, rows.tp)  # only the experts on tp matter for the sequence
             from autopar.features.sequence_parallel import plan as sequence_plan, setup as sequence_parallel
@@ -174,24 +168,35 @@ class PlannedModel:
         return _Shard(inner, region, quantized)
 
 
-def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -> None:
-    """Set a copy's implementations of attention and experts. SDPA replaces any other fused attention.
+def without_memory(model: Model, *, grouped: bool = True, cache: bool = False) -> Model:
+    """Copy a model without memory, with its attention and experts. SDPA replaces any other fused attention.
 
     Args:
         grouped: A flag to keep grouped matmuls of experts, which torch does not support on the meta device in fp32.
+        cache: A flag to keep the KV cache.
     """
+    copied = meta_copy(model, gradients=True)
     for one, other in zip(copied.modules(), model.modules(), strict=True):
-        config = getattr(other, "config", None)
+        clear_sources(one)  # the weights of a ``lazy_init`` model are not loaded
+        one.training = other.training
+        config: Any = getattr(other, "config", None)
         attention, calls = getattr(config, ATTENTION, None), getattr(config, EXPERTS, None)
+        own: Any = getattr(one, "config", None)
         if attention is not None:
-            setattr(one.config, ATTENTION, "eager" if attention == "eager" else "sdpa")
+            setattr(own, ATTENTION, "eager" if attention == "eager" else "sdpa")
         if calls is not None and (grouped or calls == "eager"):
-            setattr(one.config, EXPERTS, calls)
+            setattr(own, EXPERTS, calls)
+        if hasattr(own, "use_cache") and not cache:
+            own.use_cache = False
+    for parameter, original in zip(copied.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad and original.is_floating_point())
+    return copied
 
 
-def without_cache(model: nn.Module) -> None:
-    """Disable the KV cache of a model."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
+def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Make a batch without memory, with labels for models that predict tokens."""
+    inputs = sample_inputs(model, batch, sequence)
+    ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    if ids is not None and ids.ndim == 2 and model.get_output_embeddings() is not None:
+        inputs["labels"] = ids.clone()  # a separate storage, as in a micro-batch
+    return inputs
