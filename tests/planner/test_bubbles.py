@@ -73,7 +73,7 @@ def test_the_most_bytes_at_a_time(name: str, every: int) -> None:
     for _ in range(3):
         costs: Any = [_bytes(drawn, every > 0 and stage % every == 0) for stage in range(len(rank_of))]
         for actions in make_schedule(name, rank_of, 8):
-            held, kept = peak_of(actions, costs)
+            *held, kept = peak_of(actions, costs)
             assert (sum(held), kept) == _needed(actions, costs)
 
 

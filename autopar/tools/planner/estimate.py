@@ -77,9 +77,8 @@ class Estimator:
 
         Raises AutoparError if the model does not support the sizes, or does not run on the meta device.
         """
-        peaks = self._peaks(candidate, candidate.rows)
-        pairs = zip(self._states(candidate), peaks, strict=True)
-        return tuple(self._memory(candidate, rank, held, peak.held) for rank, (held, peak) in enumerate(pairs))
+        pairs = zip(self._states(candidate), self._peaks(candidate, candidate.rows), strict=True)
+        return tuple(self._memory(candidate, rank, held, peak) for rank, (held, peak) in enumerate(pairs))
 
     def kept(self, candidate: Candidate, tp: int, cp: int, sharer: int = 0) -> list[int]:
         """Return the peak bytes that wait for the backward, for each rank of the pipeline."""
@@ -90,7 +89,7 @@ class Estimator:
         costs, lists = self._costs(candidate, rows), self._lists(candidate, _enough(candidate))
         return self._once(("peaks", id(costs), id(lists)), lambda: [peak_of(actions, costs) for actions in lists])
 
-    def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
+    def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: Peak) -> RankMemory:
         buffers = held.buffers
         if candidate.pp > 1:
             costs = self._costs(candidate)
@@ -104,7 +103,7 @@ class Estimator:
         cuda = self.device == "cuda"
         foreach = 4 * held.stepped if cuda and not held.host and self.model.optimizer.startswith("adam") else 0
         states = held.weights, held.gradients, held.optimizer
-        return RankMemory(*states, *peak, buffers, max(bucket, foreach), _RESERVE if cuda else 0)
+        return RankMemory(*states, *peak[:3], buffers, max(bucket, foreach), _RESERVE if cuda else 0)
 
     def _gathered(self, candidate: Candidate, rank: int) -> int:
         """Return the bytes of FSDP2's full weights and gradients.
@@ -301,18 +300,17 @@ class Estimator:
 # -- replay of schedules with the times of the stages -----------------------------------------------------------------
 
 
-class ActivationBytes(NamedTuple):
-    """Bytes of a rank's micro-batches at the peak; ``activations`` includes waiting gradients of split backwards."""
+class Peak(NamedTuple):
+    """Bytes of a rank's micro-batches at the peak.
+
+    Attributes:
+        activations: The bytes without logits, with the waiting gradients of split backwards.
+        kept: The peak bytes that wait for the backward.
+    """
 
     activations: int
     logits: int
     work: int
-
-
-class Peak(NamedTuple):
-    """The bytes that a rank holds at the peak, and the peak bytes that wait for the backward."""
-
-    held: ActivationBytes
     kept: int
 
 
@@ -321,7 +319,7 @@ def peak_of(actions: Sequence[Action], costs: Sequence[StageCost]) -> Peak:
 
     In stages with recomputed blocks the first half of a backward is the full backward.
     """
-    most, longest = ActivationBytes(0, 0, 0), 0
+    most, longest = (0, 0, 0), 0
     kept = logits = gradients = 0
     for kind, stage, _ in actions:
         cost = costs[stage]
@@ -332,14 +330,14 @@ def peak_of(actions: Sequence[Action], costs: Sequence[StageCost]) -> Peak:
         work = cost.forward_work if kind == "F" else cost.backward_work
         longest = max(longest, kept)
         if kept + gradients + work > sum(most):
-            most = ActivationBytes(kept + gradients - logits, logits, work)
+            most = kept + gradients - logits, logits, work
         if kind in "BI":
             kept, logits = kept - cost.kept, logits - cost.logits
         if not cost.recomputed and kind in "IW":  # between the halves of the backward
             sign = 1 if kind == "I" else -1
             kept, logits = kept + sign * cost.late, logits + sign * cost.late_logits
             gradients += sign * cost.gradients
-    return Peak(most, longest)
+    return Peak(*most, longest)
 
 
 def play(
