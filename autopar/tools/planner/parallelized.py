@@ -41,11 +41,9 @@ def summary(model: nn.Module) -> str:
     for name, tensor in plan.tensors.items():
         names = [name, *tensor.aliases]
         here: Any = next((held[each] for each in names if each in held), None)
-        if here is None and not any(each in stages.tensors for each in names):
-            continue
-        local = here.to_local() if hasattr(here, "to_local") else here
-        if here is None and mpu.pp.rank in stages.holders(name):
+        if here is None and (not any(each in stages.tensors for each in names) or mpu.pp.rank in stages.holders(name)):
             continue  # a buffer
+        local = here.to_local() if hasattr(here, "to_local") else here
         entries.append(
             {
                 "name": name,
