@@ -19,26 +19,22 @@ from tests.small import gpt2, llama
 BATCH, SEQUENCE = 4, 16
 
 
+ONE_BY_ONE = {"pipeline": {"microbatch_size": 1}}
 MESHES = yaml.safe_load(Path(__file__).with_name("meshes.yaml").read_text())
-
-
-def _states_are_as_planned(build: Any, mesh: dict[str, Any]) -> None:
-    config = {**mesh, "pipeline": {"microbatch_size": 1}}
-    states_are_as_planned(build, config, SEQUENCE, BATCH)[1].mpu.destroy()
 
 
 @pytest.mark.parametrize("mesh", MESHES["two ranks"])
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 @pooled(world_size=2)
 def test_states_are_those_that_ranks_hold(build: Any, mesh: str) -> None:
-    _states_are_as_planned(build, MESHES["two ranks"][mesh])
+    states_are_as_planned(build, MESHES["two ranks"][mesh] | ONE_BY_ONE, SEQUENCE, BATCH)
 
 
 @pytest.mark.parametrize("mesh", MESHES["four ranks"])
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 @pooled(world_size=4)
 def test_fully_sharded_states_are_those_that_ranks_hold(build: Any, mesh: str) -> None:
-    _states_are_as_planned(build, MESHES["four ranks"][mesh])
+    states_are_as_planned(build, MESHES["four ranks"][mesh] | ONE_BY_ONE, SEQUENCE, BATCH)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
