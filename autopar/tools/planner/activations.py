@@ -215,8 +215,7 @@ class ForwardCounter:
     def _measure(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Unit]:
         """Run a block's forward and backward. Return its output without a graph, and its unit."""
         storages, saved_storages = self._storages, self._saved
-        outside, saved_storages.entries = saved_storages.entries, []
-        operations_outside, storages.operations = storages.operations, None
+        storages.operations = None
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # argument -> leaf, and its clone for the block
 
         def enter(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,7 +239,7 @@ class ForwardCounter:
         finally:
             self._inside_a_block = False
         storages.operations, (last, before_last) = None, saved_storages.last
-        entries, saved_storages.entries = saved_storages.entries, outside
+        entries, saved_storages.entries = saved_storages.entries, []
         saved = alive(entries)
         held = sum(size for number, size in saved.items() if number not in given)
         forward_peak = storages.peak - start - held
@@ -252,7 +251,7 @@ class ForwardCounter:
         calls = collectives_of(made, [inside for _, inside in copies.values()], last=last)
         held += start + sum(outputs.values())
         backward_peak = _backward_peak(storages, made, leaves, held, sum(saved.values())) if made and leaves else 0
-        storages.operations = operations_outside
+        storages.operations = []
 
         def is_kept(operation: Operation) -> bool:
             return ("attention" if operation.attention else "matmuls" if operation.flops else "") in self._save

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,14 +30,6 @@ from autopar.tools.planner.activations import ForwardCounter
 from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.model_states import ModelStates
 from autopar.tools.planner.stage_costs import ForwardCount
-
-
-class _Shard(NamedTuple):
-    """One rank's shard of a model. ``inner`` is the Hugging Face model."""
-
-    inner: Any
-    region: Region
-    quantized: Sequence[torch.Tensor]
 
 
 class PlannedModel:
@@ -98,15 +90,14 @@ class PlannedModel:
         return self.plans.once(("count", rows, batch, saves), lambda: self._counted(rows, batch, saves))
 
     def _counted(self, rows: Rows, batch: int, saves: tuple[str, ...]) -> ForwardCount:
-        shard = self.plans.once(("shard", rows), lambda: self._made_shard(rows))
-        inner, region = shard.inner, shard.region
+        inner, region, quantized = self.plans.once(("shard", rows), lambda: self._made_shard(rows))
         start = f"{self.prefix}." if self.prefix else ""
         row = self.plans.stages(1)
         elements = [path.removeprefix(start) for path in row.elements]
         region.expect_logits(True)
         region.start()
         try:
-            counter = ForwardCounter(inner, elements, row.encoder, shard.quantized, saves)
+            counter = ForwardCounter(inner, elements, row.encoder, quantized, saves)
             return counter.count(inputs_of(inner, batch, self.sequence))
         except Exception as error:
             raise UnsupportedModelError(
@@ -130,8 +121,8 @@ class PlannedModel:
         if ranks > 1:
             self.plans.stages(ranks, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded)
 
-    def _made_shard(self, rows: Rows) -> _Shard:
-        """Make the shard of one rank, in training mode and with the model's attention."""
+    def _made_shard(self, rows: Rows) -> tuple[Any, Region, list[torch.Tensor]]:
+        """Return the Hugging Face model of one rank's shard, in training mode, its region and its quantized weights."""
         plan = self.plans.tensors(rows.tp, experts=rows.ep)
         shard: Any = without_memory(self.model)
         region = Region(Axis("tp", None, range(plan.tp), rows.tp_rank))
@@ -164,8 +155,7 @@ class PlannedModel:
             context_parallel.apply(inner, context, Axis("cp", None, range(rows.cp), rows.cp_rank), self._method)
         shard.train()
         stored = plan.quantized()
-        quantized = [parameter for name, parameter in shard.named_parameters() if name in stored]
-        return _Shard(inner, region, quantized)
+        return inner, region, [parameter for name, parameter in shard.named_parameters() if name in stored]
 
 
 def without_memory(model: Model, *, grouped: bool = True, cache: bool = False) -> Model:

@@ -282,7 +282,6 @@ def _recorded_step(session: Session) -> tuple[Recording, Recording]:
     return plain, mine
 
 
-_NOTHING = "the policy has no rule for the module"
 _FOLLOWING = 3  # further modules that are listed
 
 
@@ -350,7 +349,7 @@ def _lines_of(plan: Plan, modules: Sequence[str], policy: str) -> Iterator[str]:
                 seen.add(line)
                 yield line
     if not seen:
-        yield f"{policy}: {_NOTHING}"
+        yield f"{policy}: the policy has no rule for the module"
 
 
 def _own_lines(plan: Plan, path: str) -> list[str]:
