@@ -27,7 +27,6 @@ no_dispatch_modes = _python_dispatch._disable_current_modes
 is_in_torch_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
 function_modes = torch.overrides._get_current_function_mode_stack
 SequenceKey = _pytree.SequenceKey
-TreeSpec = _pytree.TreeSpec
 keystr = _pytree.keystr
 tree_flatten = _pytree.tree_flatten
 tree_flatten_with_path = _pytree.tree_flatten_with_path

@@ -12,7 +12,7 @@ import pytest
 from autopar.config.sections import PipelineConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.plan.stages import rank_of_stage
-from autopar.tools.planner.estimate import kept_bytes, peak_of, play, states_of, step_time
+from autopar.tools.planner.estimate import peak_of, play, step_time
 
 EQUAL = {"F": Fraction(1), "I": Fraction(1), "W": Fraction(1), "B": Fraction(2)}
 
@@ -66,31 +66,27 @@ def test_lists_that_cannot_be_run() -> None:
 
 @pytest.mark.parametrize("every", [0, 1, 2])  # every so many-th stage is recomputed
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"])
-def test_moments_that_are_left_out_need_no_more(name: str, every: int) -> None:
+def test_the_most_bytes_at_a_time(name: str, every: int) -> None:
     config = PipelineConfig.of({"schedule": name}, 4, [])
     rank_of = rank_of_stage(4, config.chunks, folded=config.folded)
-    recomputed = [every > 0 and stage % every == 0 for stage in range(len(rank_of))]
     drawn = random.Random(0)
     for _ in range(3):
-        costs: Any = [_bytes(drawn) for _ in rank_of]
+        costs: Any = [_bytes(drawn, every > 0 and stage % every == 0) for stage in range(len(rank_of))]
         for actions in make_schedule(name, rank_of, 8):
-            states = states_of(actions, recomputed)
-            works, kept = _needed(actions, costs, recomputed)
-            assert sum(peak_of(states, costs)) == works
-            assert max(kept_bytes(state, costs) for state in states) == kept
-            assert len(states) < len(actions) - 8
+            *held, kept = peak_of(actions, costs)
+            assert (sum(held), kept) == _needed(actions, costs)
 
 
-def _bytes(drawn: random.Random) -> SimpleNamespace:
+def _bytes(drawn: random.Random, recomputed: bool) -> SimpleNamespace:
     names = ("kept", "late", "gradients", "logits", "late_logits", "forward_work", "backward_work")
-    return SimpleNamespace(**{name: drawn.randrange(100) for name in names})
+    return SimpleNamespace(**{name: drawn.randrange(100) for name in names}, recomputed=recomputed)
 
 
-def _needed(actions: Sequence[Action], costs: Any, recomputed: list[bool]) -> tuple[int, int]:
-    """Return the most bytes at one time, and those among them that wait for a backward."""
+def _needed(actions: Sequence[Action], costs: Any) -> tuple[int, int]:
+    """Return the most bytes at one time, and the most that wait for a backward."""
     waiting, late, works, kept = Counter[int](), Counter[int](), 0, 0
     for kind, stage, _ in actions:
-        if kind == "W" and recomputed[stage]:
+        if kind == "W" and costs[stage].recomputed:
             continue
         waiting[stage] += kind == "F"
         waits = sum(costs[s].kept * n for s, n in waiting.items()) + sum(costs[s].late * n for s, n in late.items())
@@ -98,5 +94,5 @@ def _needed(actions: Sequence[Action], costs: Any, recomputed: list[bool]) -> tu
         works = max(works, waits + work + sum(costs[s].gradients * n for s, n in late.items()))
         kept = max(kept, waits)
         waiting[stage] -= kind in ("B", "I")
-        late[stage] += 0 if recomputed[stage] else (kind == "I") - (kind == "W")
+        late[stage] += 0 if costs[stage].recomputed else (kind == "I") - (kind == "W")
     return works, kept

@@ -14,6 +14,7 @@ from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.planned_model import PlannedModel
 from tests.harness.tiers import mainly
 from tests.harness.worlds import pooled
+from tests.pipeline_parallel.deep import deep
 from tests.planner.saved_bytes import SavedBytes, mixtral
 from tests.random_models import small
 from tests.small import gpt2, llama
@@ -29,9 +30,9 @@ _bart = functools.partial(small, "bart", "BartForConditionalGeneration")
 _phi3 = functools.partial(small, "phi3", "Phi3ForCausalLM")  # fused q|k|v, of which attention keeps a view
 
 
-def _t5() -> Any:
+def _t5(layers: int = 2) -> Any:
     """Eager: torch's fused attention on the CPU takes no mask that has a gradient, as a learned bias has."""
-    model = small("t5", "T5ForConditionalGeneration")
+    model = deep("t5", layers)
     model.set_attn_implementation("eager")
     return model
 
@@ -91,6 +92,7 @@ def test_of_tensor_parallel_ranks_in_parts() -> None:
         _kept_is_as_planned(build, **TP, loss={"chunk": 8})
         _kept_is_as_planned(build, **PP, loss={"chunk": 8})
         _kept_is_as_planned(build, **TP, **RECOMPUTED)
+    _kept_is_as_planned(functools.partial(_t5, 6), **TP, **RECOMPUTED)  # all blocks share one bias
     _kept_is_as_planned(llama, **TP, **ROWS)
     _kept_is_as_planned(mixtral, **TP, precision={"dtype": "bf16"})
 

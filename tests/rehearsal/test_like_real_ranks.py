@@ -1,6 +1,6 @@
 """A rehearsed rank issues what a real one does, call for call."""
 
-import json
+import pickle
 from pathlib import Path
 from unittest import mock
 
@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import autopar
 from autopar.tensor_parallel import regions
-from autopar.tools.rehearsal.one_rank import Job, inputs_of, train
+from autopar.tools.planner.planned_model import inputs_of
+from autopar.tools.rehearsal.one_rank import Job, train
 from autopar.tools.rehearsal.trace import Call, Group, Recorder
 from tests.harness.tiers import in_tier, mainly
 from tests.harness.worlds import pooled
@@ -59,15 +60,7 @@ def write(case: Case, folder: Path) -> None:
     now = ["initialize"]
     with Recorder(lambda call: parts.append((now[0], call))):
         train(job, model, now)
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(parts))
-
-
-def read(path: Path) -> list[tuple[str, Call]]:
-    found = []
-    for part, (kind, (name, ranks), sizes, dtype, splits, *rest) in json.loads(path.read_text()):
-        group, shapes = Group(name, tuple(ranks)), tuple(map(tuple, sizes))
-        found.append((part, Call(kind, group, shapes, dtype, tuple(map(tuple, splits)), *rest)))
-    return found
+    (folder / f"{dist.get_rank()}.pickle").write_bytes(pickle.dumps(parts))
 
 
 @pytest.mark.tier("test")
@@ -101,7 +94,7 @@ def compare(case: Case, folder: Path, *, routed: bool, world: int = 4) -> None:
     assert found.problems == []
     assert len(found.traces) >= 2
     for rank, parts in found.traces.items():
-        traced = read(folder / f"{rank}.json")
+        traced = pickle.loads((folder / f"{rank}.pickle").read_bytes())
         ours, real = (of_program(each, routed=routed) for each in (parts, traced))
         for number, (one, other) in enumerate(zip(ours, real, strict=False)):
             assert one == other, f"call {number} of rank {rank}"

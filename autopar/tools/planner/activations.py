@@ -1,18 +1,14 @@
 """Count a forward on the meta device, block by block: saved activations, operations and collectives.
 
 One rank's shard runs its real ``forward`` at the real batch and sequence sizes. ``saved_tensors_hooks`` count each
-storage that autograd saves once, except weights. Only one of several equal blocks runs
-(:mod:`autopar.tools.planner.equal_blocks`), so the time does not depend on the number of layers. Each block also runs a
-backward, to measure its temporary memory. A :class:`Unit` has the result of one block.
-
-A block replays a result only if its arguments have the same structure, shapes and properties. A result is not replayed
-if its block appended to a list among the arguments or returned a view of an argument. Code around the blocks always
-runs.
+storage that autograd saves once, except weights. Each block also runs a backward, to measure its temporary memory. A
+:class:`Unit` has the result of one block.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,21 +21,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from autopar.compat.tensors import (
-    TreeSpec,
-    input_metadata,
-    sequence_number,
-    tree_flatten,
-    tree_map_only,
-    tree_unflatten,
-)
+from autopar.compat.tensors import input_metadata, sequence_number, tree_map_only
 from autopar.compat.transformers import recomputed_layers
 from autopar.distributed.rng import kept
-from autopar.dry_run.operators import Form, autocast_on_meta, form_of, tensor_of
-from autopar.layout import Layout
+from autopar.dry_run.operators import autocast_on_meta
 from autopar.pipeline_parallel.backward import nodes, runs_once, way
-from autopar.tensor_tracking import PLAIN, storage_key, tensors_in
-from autopar.tools.planner.equal_blocks import Paths
+from autopar.tensor_tracking import tensors_in
 from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of
 from autopar.tools.planner.storages import FusedKernels, Operation, SavedStorages, SavedTensor, Storages, alive
 
@@ -87,7 +74,7 @@ class _Segment(NamedTuple):
 
 
 class ForwardCounter:
-    """Counter of a shard's forward on the meta device. It measures one of several equal blocks.
+    """Counter of a shard's forward on the meta device.
 
     Args:
         shard: A sharded model on the meta device, in training mode, in the run's precision, with a started region.
@@ -99,47 +86,32 @@ class ForwardCounter:
         self,
         shard: nn.Module,
         elements: Sequence[str],
-        equal: Sequence[Paths],
         encoder: int | None,
         quantized: Sequence[torch.Tensor],
         save: tuple[str, ...],
     ) -> None:
-        self._known: dict[Any, _Known] = {}
-        self._blocks: list[nn.Module] = []
-        for number, paths in enumerate(equal):
-            for block in map(shard.get_submodule, paths):
-                if "forward" not in vars(block):
-                    self._attach(block, number)
         layers = recomputed_layers(shard) or [shard.get_submodule(path) for path in elements]
         self._recomputed = {id(layer): number for number, layer in enumerate(layers)}
         self._save = save
         self._shard, self._encoder = shard, encoder
         self._storages = storages = Storages([p for p in shard.parameters() if not p.requires_grad], quantized)
-        self._places: dict[int, list[int]] = {}
+        self._places: dict[nn.Module, list[int]] = {}  # a module may be called as several elements
         for place, path in enumerate(elements):
-            self._places.setdefault(id(shard.get_submodule(path)), []).append(place)
-        inside = [f"{path}." for path in elements]
-        for number, path in enumerate(elements):
-            block = shard.get_submodule(path)
-            around = any(each.startswith(f"{path}.") for each in inside if each != f"{path}.")
+            self._places.setdefault(shard.get_submodule(path), []).append(place)
+        self._blocks: list[nn.Module] = []
+        for block in self._places:
+            around = any(module in self._places for module in block.modules() if module is not block)
             if "forward" not in vars(block) and not around:  # not an encoder that contains blocks
-                self._attach(block, -1 - number)
+                block.forward = wraps(block.forward)(partial(self._call, block, block.forward))
+                self._blocks.append(block)
         self._around = None if encoder is None else shard.get_submodule(elements[encoder])
         self._saved = SavedStorages(storages, (*shard.parameters(), *shard.buffers()))
         self._found: dict[int, Unit] = {}
         self._segments: dict[int, _Segment] = {}  # by the element that follows, in forward order
-        self._towers = Unit()  # blocks since the last segment that are not elements
-        self._unit: Unit | None = None
         self._last: list[torch.Tensor] = []  # outputs of the last block
         self._given: list[Any] = []  # nodes before blocks, which keep the graph between blocks alive
         self._inside_a_block = False
-        self._replays = self._first_inside = 0
-        self._renumbered: dict[int, int] = {}
         self._start = self._base = 0  # live bytes when the forward began, and after the last block
-
-    def _attach(self, block: nn.Module, group: int) -> None:
-        block.forward = wraps(block.forward)(partial(self._call, block, group, block.forward))
-        self._blocks.append(block)
 
     def count(self, inputs: dict[str, Any]) -> ForwardCount:
         """Run the forward on the meta device, and return its count. Raises the errors of the forward."""
@@ -193,15 +165,13 @@ class ForwardCounter:
         first, last = not self._segments, place == _AFTER
         held = sum(alive(entries).values())
         halves = backward_halves(made, [] if first else self._last)
-        towers, self._towers = self._towers, Unit()
-        unit = replace(
-            towers,
+        unit = Unit(
             late={} if halves.rest else None,
             halves=halves.apart,
             gradients=halves.gradients,
             outputs=self._saved.numbered(made),
             forward_peak=max(storages.peak - (self._start if first else self._base) - held, 0),
-            operations=[*(storages.operations or []), *towers.operations],
+            operations=Counter(storages.operations),
             collectives=collectives_of(made, self._last if last else (), () if last else self._given),
         )
         known = self._segments.get(place)
@@ -227,35 +197,25 @@ class ForwardCounter:
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
-    def _call(self, block: nn.Module, group: int, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, block: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self._inside_a_block:
             return forward(*args, **kwargs)
         given = [x for x in tensors_in((args, kwargs)) if x.is_meta]
-        places = self._places.get(id(block))
-        place = None if not places else places.pop(0) if len(places) > 1 else places[0]
-        if place is not None:
-            self._end_segment(place, given)
+        places = self._places[block]
+        place = places.pop(0) if len(places) > 1 else places[0]
+        self._end_segment(place, given)
         self._give(given)
-
-        self._unit = None
-        out = self._replayed(group, partial(self._measure, forward), args, kwargs)
-        unit: Unit | None = self._unit
-        if unit is not None:
-            unit = self._unit = replace(unit, number=self._recomputed.get(id(block)))
-        if unit is not None and place is not None:
-            known = self._found.get(place)  # of an earlier call
-            self._found[place] = unit if known is None else known.followed_by(unit)
-        elif unit is not None:  # a tower before the blocks
-            operations = [*self._towers.operations, *unit.operations]
-            self._towers = Unit({**self._towers.saved, **unit.saved}, operations=operations)
+        out, unit = self._measure(forward, *args, **kwargs)
+        unit = replace(unit, number=self._recomputed.get(id(block)))
+        known = self._found.get(place)  # of an earlier call
+        self._found[place] = unit if known is None else known.followed_by(unit)
         self._leave(out)
         return out
 
-    def _measure(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block's forward and backward. Return its output without a graph."""
+    def _measure(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Unit]:
+        """Run a block's forward and backward. Return its output without a graph, and its unit."""
         storages, saved_storages = self._storages, self._saved
-        outside, saved_storages.entries, self._first_inside = saved_storages.entries, [], storages.count
-        operations_outside, storages.operations = storages.operations, None
+        storages.operations = None
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # argument -> leaf, and its clone for the block
 
         def enter(tensor: torch.Tensor) -> torch.Tensor:
@@ -279,7 +239,7 @@ class ForwardCounter:
         finally:
             self._inside_a_block = False
         storages.operations, (last, before_last) = None, saved_storages.last
-        entries, saved_storages.entries = saved_storages.entries, outside
+        entries, saved_storages.entries = saved_storages.entries, []
         saved = alive(entries)
         held = sum(size for number, size in saved.items() if number not in given)
         forward_peak = storages.peak - start - held
@@ -291,114 +251,19 @@ class ForwardCounter:
         calls = collectives_of(made, [inside for _, inside in copies.values()], last=last)
         held += start + sum(outputs.values())
         backward_peak = _backward_peak(storages, made, leaves, held, sum(saved.values())) if made and leaves else 0
-        storages.operations = operations_outside
+        storages.operations = []
 
         def is_kept(operation: Operation) -> bool:
             return ("attention" if operation.attention else "matmuls" if operation.flops else "") in self._save
 
         extra = {number: size for number, size in kept_sizes.items() if number not in given}
-        again = [operation for operation in operations[:before_last] if not is_kept(operation)]
-        peaks = max(forward_peak, 0), backward_peak
-        self._unit = Unit(
-            *(saved, late, halves.apart, halves.gradients, given, extra, outputs, *peaks, operations, again, calls),
+        again = Counter(operation for operation in operations[:before_last] if not is_kept(operation))
+        unit = Unit(
+            *(saved, late, halves.apart, halves.gradients, given, extra, outputs, max(forward_peak, 0), backward_peak),
+            *(Counter(operations), again, calls),
             sends_again="collectives" not in self._save,
         )
-        return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), out)
-
-    # -- replay ----------------------------------------------------------------------------------------------------
-
-    def _replayed(self, group: int, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Return the known result of an equal block for these arguments, or run ``forward``."""
-        leaves, structure = tree_flatten((args, kwargs))
-        key = _key(group, leaves, structure)
-        if key is None:
-            return forward(*args, **kwargs)
-        arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if key in self._known:
-            known, given = self._known[key], [*leaves, None]
-            outputs = [self._make(kept, arguments) if kept else given[place] for place, kept in known.outputs]
-            return tree_unflatten(outputs, known.structure)
-        output = forward(*args, **kwargs)
-        result = self._result(output, leaves, arguments) if tree_flatten((args, kwargs))[1] == structure else None
-        if result is not None:
-            self._known[key] = result
-        return output
-
-    def _result(self, output: Any, leaves: list[Any], arguments: list[torch.Tensor]) -> _Known | None:
-        given = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        seen = {storage_key(tensor) for tensor in arguments}
-        returned, structure = tree_flatten(output)
-        made: list[tuple[int, _Kept | None]] = []
-        for leaf in returned:
-            if leaf is None:
-                made.append((-1, None))
-            elif id(leaf) in given:
-                made.append((given[id(leaf)], None))
-            elif isinstance(leaf, torch.Tensor) and leaf.is_meta and storage_key(leaf) not in seen:
-                seen.add(storage_key(leaf))
-                made.append((-1, self._keep(leaf, arguments)))
-            else:
-                return None
-        return _Known(made, structure)
-
-    def _keep(self, output: torch.Tensor, arguments: list[torch.Tensor]) -> _Kept:
-        assert self._unit is not None
-        before = [self._saved.number(x) for x in arguments]
-        own = self._saved.number(output)
-        return _Kept(form_of(output), output.requires_grad, self._unit, before, own, self._first_inside)
-
-    def _make(self, kept: _Kept, arguments: list[torch.Tensor]) -> torch.Tensor:
-        operations, self._storages.operations = self._storages.operations, None  # its creation is not counted
-        made = tensor_of(kept.form).requires_grad_(kept.requires_grad)
-        self._storages.operations = operations
-        if self._unit is None:
-            now = [self._saved.number(x) for x in arguments]
-            known = dict(zip(kept.before, now, strict=True))
-            self._replays += 1
-            fresh = -self._replays * 1_000_000  # each replay has new storages
-            inside = {*kept.unit.saved, *kept.unit.remembered, *kept.unit.outputs} - known.keys()
-            known |= {number: fresh - number for number in inside if number > kept.first}
-            self._renumbered, self._unit = known, kept.unit.renumbered(known)
-        number = self._saved.number(made)
-        self._unit = self._unit.renumbered({self._renumbered.get(kept.own, kept.own): number})
-        return made
-
-
-class _Kept(NamedTuple):
-    """An output of a block, for replay in equal blocks.
-
-    Attributes:
-        before, own: The numbers of the block's arguments, and of the output.
-        first: The last number assigned before the block ran.
-    """
-
-    form: Form
-    requires_grad: bool
-    unit: Unit
-    before: list[int]
-    own: int
-    first: int
-
-
-class _Known(NamedTuple):
-    """Structure and leaves of a block's result: each the place of an argument (-1: None), or a kept output."""
-
-    outputs: list[tuple[int, _Kept | None]]
-    structure: TreeSpec
-
-
-def _key(group: int, leaves: list[Any], structure: TreeSpec) -> Any:
-    """Return a key of all values that a block's result depends on; None if they are unknown."""
-    parts: list[Any] = [group, structure]
-    first: dict[int, int] = {}
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-            parts.append((form_of(leaf), leaf.requires_grad, first.setdefault(id(leaf), place)))
-        elif isinstance(leaf, (*PLAIN, Layout)):
-            parts.append((type(leaf), leaf))
-        else:
-            return None
-    return tuple(parts)
+        return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), out), unit
 
 
 def _backward_peak(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -78,19 +77,19 @@ class Estimator:
 
         Raises AutoparError if the model does not support the sizes, or does not run on the meta device.
         """
-        costs = self._costs(candidate)
-        key = ("peaks", id(costs), candidate.pp, candidate.schedule, candidate.chunks, _enough(candidate))
-        peaks = self._once(key, lambda: [peak_of(states, costs) for states in self._moments(candidate, costs)])
-        pairs = zip(self._states(candidate), peaks, strict=True)
+        pairs = zip(self._states(candidate), self._peaks(candidate, candidate.rows), strict=True)
         return tuple(self._memory(candidate, rank, held, peak) for rank, (held, peak) in enumerate(pairs))
 
     def kept(self, candidate: Candidate, tp: int, cp: int, sharer: int = 0) -> list[int]:
         """Return the peak bytes that wait for the backward, for each rank of the pipeline."""
-        costs = self._costs(candidate, candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer))
-        moments = self._moments(candidate, costs)
-        return [max((kept_bytes(state, costs) for state in states), default=0) for states in moments]
+        rows = candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer)
+        return [peak.kept for peak in self._peaks(candidate, rows)]
 
-    def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
+    def _peaks(self, candidate: Candidate, rows: Rows) -> list[Peak]:
+        costs, lists = self._costs(candidate, rows), self._lists(candidate, _enough(candidate))
+        return self._once(("peaks", id(costs), id(lists)), lambda: [peak_of(actions, costs) for actions in lists])
+
+    def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: Peak) -> RankMemory:
         buffers = held.buffers
         if candidate.pp > 1:
             costs = self._costs(candidate)
@@ -104,7 +103,7 @@ class Estimator:
         cuda = self.device == "cuda"
         foreach = 4 * held.stepped if cuda and not held.host and self.model.optimizer.startswith("adam") else 0
         states = held.weights, held.gradients, held.optimizer
-        return RankMemory(*states, *peak, buffers, max(bucket, foreach), _RESERVE if cuda else 0)
+        return RankMemory(*states, *peak[:3], buffers, max(bucket, foreach), _RESERVE if cuda else 0)
 
     def _gathered(self, candidate: Candidate, rank: int) -> int:
         """Return the bytes of FSDP2's full weights and gradients.
@@ -151,12 +150,10 @@ class Estimator:
 
         return self._once(("costs", rows, c.microbatch, c.saves, every, stages.bounds), make)
 
-    def _moments(self, candidate: Candidate, costs: Sequence[StageCost]) -> list[list[State]]:
-        recomputed, enough = tuple(cost.recomputed for cost in costs), _enough(candidate)
-        key = ("moments", candidate.pp, candidate.schedule, candidate.chunks, enough, recomputed)
-        rank_of = self._stages(candidate).rank_of
-        lists = functools.partial(make_schedule, candidate.schedule, rank_of, enough)
-        return self._once(key, lambda: [states_of(row, recomputed) for row in lists()])
+    def _lists(self, candidate: Candidate, microbatches: int) -> list[list[Action]]:
+        """Return the actions of each rank of the pipeline."""
+        key = ("lists", candidate.pp, candidate.schedule, candidate.chunks, microbatches)
+        return self._once(key, lambda: make_schedule(candidate.schedule, self._stages(candidate).rank_of, microbatches))
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +177,7 @@ class Estimator:
         message = self.node.network.seconds("send", output, ends) if output else 0.0
 
         def make() -> float:
-            lists = make_schedule(candidate.schedule, self._stages(candidate).rank_of, microbatches)
+            lists = self._lists(candidate, microbatches)
             return play(lists, len(costs), lambda action: costs[action.stage].time_of(action), message)
 
         return self._once(("played", replace(candidate, microbatches=microbatches, zero=0)), make)
@@ -303,64 +300,44 @@ class Estimator:
 # -- replay of schedules with the times of the stages -----------------------------------------------------------------
 
 
-class ActivationBytes(NamedTuple):
-    """Bytes of a rank's micro-batches at the peak; ``activations`` includes waiting gradients of split backwards."""
+class Peak(NamedTuple):
+    """Bytes of a rank's micro-batches at the peak.
+
+    Attributes:
+        activations: The bytes without logits, with the waiting gradients of split backwards.
+        kept: The peak bytes that wait for the backward.
+    """
 
     activations: int
     logits: int
     work: int
+    kept: int
 
 
-class State(NamedTuple):
-    """The state of one rank at one of its actions."""
+def peak_of(actions: Sequence[Action], costs: Sequence[StageCost]) -> Peak:
+    """Return the peak bytes of one rank's micro-batches.
 
-    forward: bool
-    stage: int
-    waiting: tuple[tuple[int, int, int], ...]  # stage, micro-batches before the backward, and before its second half
-
-
-def states_of(actions: Sequence[Action], recomputed: Sequence[bool]) -> list[State]:
-    """Return the moments of one rank's list at which memory may peak. Moments with strictly less memory are dropped.
-
-    In stages with ``recomputed`` blocks the first half of a backward is the full backward.
+    In stages with recomputed blocks the first half of a backward is the full backward.
     """
-    waiting, late = Counter[int](), Counter[int]()
-    found: dict[tuple[bool, int], list[State]] = {}
+    most, longest = (0, 0, 0), 0
+    kept = logits = gradients = 0
     for kind, stage, _ in actions:
-        waiting[stage] += kind == "F"
-        full = recomputed[stage]
-        if not (kind == "W" and full):
-            row = tuple((s, number, late[s]) for s, number in waiting.items())
-            known = found.setdefault((kind == "F", stage), [])
-            if not any(_covers(other.waiting, row) for other in known):
-                known[:] = [other for other in known if not _covers(row, other.waiting)]
-                known.append(State(kind == "F", stage, row))
-        waiting[stage] -= kind in "BI"
-        late[stage] += 0 if full else (kind == "I") - (kind == "W")
-    return [state for known in found.values() for state in known]
-
-
-def _covers(row: Sequence[tuple[int, int, int]], other: Sequence[tuple[int, int, int]]) -> bool:
-    """Return whether at least as much waits in each stage of ``row`` as in ``other``. Both have one stage order."""
-    pairs = zip(row, other, strict=False)
-    return len(row) >= len(other) and all(full >= f and late >= la for (_, full, late), (_, f, la) in pairs)
-
-
-def peak_of(states: Sequence[State], costs: Sequence[StageCost]) -> ActivationBytes:
-    """Return the peak bytes of one rank's micro-batches."""
-    most = ActivationBytes(0, 0, 0)
-    for state in states:
-        logits = sum(costs[s].logits * full + costs[s].late_logits * late for s, full, late in state.waiting)
-        every = kept_bytes(state, costs) + sum(costs[s].gradients * late for s, _, late in state.waiting)
-        work = costs[state.stage].forward_work if state.forward else costs[state.stage].backward_work
-        if every + work > sum(most):
-            most = ActivationBytes(every - logits, logits, work)
-    return most
-
-
-def kept_bytes(state: State, costs: Sequence[StageCost]) -> int:
-    """Return the bytes that wait for the backward at a moment."""
-    return sum(costs[s].kept * full + costs[s].late * late for s, full, late in state.waiting)
+        cost = costs[stage]
+        if kind == "W" and cost.recomputed:
+            continue
+        if kind == "F":
+            kept, logits = kept + cost.kept, logits + cost.logits
+        work = cost.forward_work if kind == "F" else cost.backward_work
+        longest = max(longest, kept)
+        if kept + gradients + work > sum(most):
+            most = kept + gradients - logits, logits, work
+        if kind in "BI":
+            kept, logits = kept - cost.kept, logits - cost.logits
+        if not cost.recomputed and kind in "IW":  # between the halves of the backward
+            sign = 1 if kind == "I" else -1
+            kept, logits = kept + sign * cost.late, logits + sign * cost.late_logits
+            gradients += sign * cost.gradients
+    return Peak(*most, longest)
 
 
 def play(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -64,8 +65,7 @@ class ModelStates:
         self._named = dict(model.named_parameters())
         buffers = ((name, b) for name, b in model.named_buffers() if b is not None)
         self._buffers = [(name, tuple(b.shape), b.element_size()) for name, b in buffers]
-        self._local: dict[tuple[str, int], tuple[int, ...]] = {}
-        self._known: dict[Any, tuple[StagePlan, list[_Parameter]]] = {}
+        self._shape = functools.cache(self._local_shape)
 
     def of_rank(
         self, stages: StagePlan, config: ParallelConfig, tp: int, pp: int, dp: int | None, replicas: int
@@ -141,9 +141,6 @@ class ModelStates:
         return max(sizes.values(), default=0), sizes.total() + outside, outside
 
     def _held(self, stages: StagePlan, config: ParallelConfig, pp: int) -> list[_Parameter]:
-        key = (id(stages), config.precision, config.fully_sharded, pp)
-        if key in self._known and self._known[key][0] is stages:
-            return self._known[key][1]
         found: list[_Parameter] = []
         dtype = None if config.fully_sharded else DTYPES.get(config.precision)
         stays = None if dtype is None else keeps_fp32(self._inner, dtype)
@@ -153,15 +150,11 @@ class ModelStates:
                 kind = parameter.kind if isinstance(parameter, StandIn) else None
                 shape, canonical = tuple(parameter.shape), self.plan.names.get(name, name)
                 found.append(_Parameter(canonical, shape, parameter.dtype, half, parameter.requires_grad, kind))
-        self._known[key] = stages, found
         return found
 
-    def _shape(self, name: str, shape: tuple[int, ...], shard: int) -> tuple[int, ...]:
-        key = (name, shard)
-        if key not in self._local:
-            planned = self.plan.tensors.get(name)
-            self._local[key] = shape if planned is None else planned.local_shape(shard)
-        return self._local[key]
+    def _local_shape(self, name: str, shape: tuple[int, ...], shard: int) -> tuple[int, ...]:
+        planned = self.plan.tensors.get(name)
+        return shape if planned is None else planned.local_shape(shard)
 
 
 def _rows(parameter: _Parameter, shape: tuple[int, ...], dp: int, replicas: int) -> int:

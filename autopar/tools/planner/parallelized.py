@@ -41,11 +41,9 @@ def summary(model: nn.Module) -> str:
     for name, tensor in plan.tensors.items():
         names = [name, *tensor.aliases]
         here: Any = next((held[each] for each in names if each in held), None)
-        if here is None and not any(each in stages.tensors for each in names):
-            continue
-        local = here.to_local() if hasattr(here, "to_local") else here
-        if here is None and mpu.pp.rank in stages.holders(name):
+        if here is None and (not any(each in stages.tensors for each in names) or mpu.pp.rank in stages.holders(name)):
             continue  # a buffer
+        local = here.to_local() if hasattr(here, "to_local") else here
         entries.append(
             {
                 "name": name,
@@ -190,7 +188,7 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
     with lazy_init():
         plain = from_config(kind, vars(inner).get("_autopar_config", inner.config))
     count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
-    return sum(operation.in_all for unit in count.units() for operation in unit.operations)
+    return sum(calls * each.in_all for unit in count.units() for each, calls in unit.operations.items())
 
 
 def rule_of(plan: Plan, tensor: TensorPlan) -> str:

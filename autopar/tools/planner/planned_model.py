@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from autopar import registry
 from autopar.compat.transformers import ATTENTION, EXPERTS
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES, MasterWeights, to_half
+from autopar.deferred_init.files import clear_sources
 from autopar.distributed.axis import Axis
-from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.inputs import Model, meta_copy, sample_inputs
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.plan.stages import StagePlan, rank_of_stage
@@ -26,18 +28,8 @@ from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 from autopar.tools.planner.activations import ForwardCounter
 from autopar.tools.planner.candidate import Candidate, Rows
-from autopar.tools.planner.equal_blocks import Paths, equal_blocks
 from autopar.tools.planner.model_states import ModelStates
 from autopar.tools.planner.stage_costs import ForwardCount
-
-
-class _Shard(NamedTuple):
-    """One rank's shard of a model. ``inner`` is the Hugging Face model; the paths of ``equal`` are relative to it."""
-
-    inner: Any
-    region: Region
-    equal: Sequence[Paths]
-    quantized: Sequence[torch.Tensor]
 
 
 class PlannedModel:
@@ -98,20 +90,15 @@ class PlannedModel:
         return self.plans.once(("count", rows, batch, saves), lambda: self._counted(rows, batch, saves))
 
     def _counted(self, rows: Rows, batch: int, saves: tuple[str, ...]) -> ForwardCount:
-        shard = self.plans.once(("shard", rows), lambda: self._made_shard(rows))
-        inner, region = shard.inner, shard.region
+        inner, region, quantized = self.plans.once(("shard", rows), lambda: self._made_shard(rows))
         start = f"{self.prefix}." if self.prefix else ""
         row = self.plans.stages(1)
         elements = [path.removeprefix(start) for path in row.elements]
         region.expect_logits(True)
         region.start()
         try:
-            inputs = sample_inputs(inner, batch, self.sequence)
-            ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-            if ids is not None and ids.ndim == 2 and inner.get_output_embeddings() is not None:
-                inputs["labels"] = ids.clone()  # a separate storage, as in a micro-batch
-            counter = ForwardCounter(inner, elements, shard.equal, row.encoder, shard.quantized, saves)
-            return counter.count(inputs)
+            counter = ForwardCounter(inner, elements, row.encoder, quantized, saves)
+            return counter.count(inputs_of(inner, batch, self.sequence))
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} does not run without data, so its activations cannot be counted: "
@@ -134,14 +121,10 @@ class PlannedModel:
         if ranks > 1:
             self.plans.stages(ranks, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded)
 
-    def _made_shard(self, rows: Rows) -> _Shard:
-        """Make the shard of one rank, in training mode and with the model's attention."""
+    def _made_shard(self, rows: Rows) -> tuple[Any, Region, list[torch.Tensor]]:
+        """Return the Hugging Face model of one rank's shard, in training mode, its region and its quantized weights."""
         plan = self.plans.tensors(rows.tp, experts=rows.ep)
-        equal = equal_blocks(self.model, plan)
-        shard: Any = meta_copy(self.model, gradients=True)
-        for parameter, original in zip(shard.parameters(), self.model.parameters(), strict=True):
-            parameter.requires_grad_(original.requires_grad and original.is_floating_point())
-        keep_kernels(shard, self.model)
+        shard: Any = without_memory(self.model)
         region = Region(Axis("tp", None, range(plan.tp), rows.tp_rank))
         shards = None
         if plan.shards > plan.tp:
@@ -159,49 +142,51 @@ class PlannedModel:
         dtype = DTYPES.get(self.precision)
         if dtype is not None:
             to_half(shard, inner, dtype, MasterWeights(), lambda parameter: False)
-        without_cache(shard)
-        ends = set[str]()
         if rows.sequence_parallel:
             experts = min(rows.ep, rows.tp)  # only the experts on tp matter for the sequence
             from autopar.features.sequence_parallel import plan as sequence_plan, setup as sequence_parallel
 
             sequence = sequence_plan.sequence(self.plans, rows.tp, self.plans.stages(1), experts=experts, routers=False)
             sequence_parallel.apply(shard, sequence, sequence_parallel.SequenceState(region))
-            ends = {paths[-1] for paths in sequence.lists}
         if rows.cp > 1:
             from autopar.features.context_parallel import plan as context_plan, setup as context_parallel
 
             context = context_plan.rows(self.plans, rows.cp)
             context_parallel.apply(inner, context, Axis("cp", None, range(rows.cp), rows.cp_rank), self._method)
-            ends = {paths[-1] for paths in context.lists}
         shard.train()
         stored = plan.quantized()
-        quantized = [parameter for name, parameter in shard.named_parameters() if name in stored]
-        # Paths relative to the inner model. The last block of a list differs: it gathers the sequence.
-        below = f"{self.prefix}." if self.prefix else ""
-        seen = ([path.removeprefix(below) for path in paths if path.startswith(below)] for paths in equal)
-        groups = [tuple(path for path in paths if path not in ends) for paths in seen]
-        return _Shard(inner, region, groups, quantized)
+        return inner, region, [parameter for name, parameter in shard.named_parameters() if name in stored]
 
 
-def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -> None:
-    """Set a copy's implementations of attention and experts. SDPA replaces any other fused attention.
+def without_memory(model: Model, *, grouped: bool = True, cache: bool = False) -> Model:
+    """Copy a model without memory, with its attention and experts. SDPA replaces any other fused attention.
 
     Args:
         grouped: A flag to keep grouped matmuls of experts, which torch does not support on the meta device in fp32.
+        cache: A flag to keep the KV cache.
     """
+    copied = meta_copy(model, gradients=True)
     for one, other in zip(copied.modules(), model.modules(), strict=True):
-        config = getattr(other, "config", None)
+        clear_sources(one)  # the weights of a ``lazy_init`` model are not loaded
+        one.training = other.training
+        config: Any = getattr(other, "config", None)
         attention, calls = getattr(config, ATTENTION, None), getattr(config, EXPERTS, None)
+        own: Any = getattr(one, "config", None)
         if attention is not None:
-            setattr(one.config, ATTENTION, "eager" if attention == "eager" else "sdpa")
+            setattr(own, ATTENTION, "eager" if attention == "eager" else "sdpa")
         if calls is not None and (grouped or calls == "eager"):
-            setattr(one.config, EXPERTS, calls)
+            setattr(own, EXPERTS, calls)
+        if hasattr(own, "use_cache") and not cache:
+            own.use_cache = False
+    for parameter, original in zip(copied.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad and original.is_floating_point())
+    return copied
 
 
-def without_cache(model: nn.Module) -> None:
-    """Disable the KV cache of a model."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
+def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Make a batch without memory, with labels for models that predict tokens."""
+    inputs = sample_inputs(model, batch, sequence)
+    ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    if ids is not None and ids.ndim == 2 and model.get_output_embeddings() is not None:
+        inputs["labels"] = ids.clone()  # a separate storage, as in a micro-batch
+    return inputs

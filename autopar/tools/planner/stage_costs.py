@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ class Unit:
         arguments: The storages of the block's arguments, which a recomputed block keeps.
         remembered: The additional storages that a recomputed block keeps (``activation_checkpointing.save``).
         forward_peak, backward_peak: The peak bytes in addition to ``saved``.
-        operations, again: The operations of the forward, and of its recomputation.
+        operations, again: The operations of the forward, and of its recomputation, each with its number of calls.
         sends_again: A flag, set if a recomputation repeats the forward's collectives.
         number: The place among the blocks that activation checkpointing may recompute, or None.
     """
@@ -139,8 +139,8 @@ class Unit:
     outputs: Mapping[int, int] = field(default_factory=dict)
     forward_peak: int = 0
     backward_peak: int = 0
-    operations: Sequence[Operation] = ()
-    again: Sequence[Operation] = ()
+    operations: Counter[Operation] = field(default_factory=Counter)
+    again: Counter[Operation] = field(default_factory=Counter)
     collectives: Sequence[Collective] = ()
     sends_again: bool = True
     number: int | None = None
@@ -162,20 +162,12 @@ class Unit:
             other.outputs,
             max(self.forward_peak, other.forward_peak),
             max(self.backward_peak, other.backward_peak),
-            [*self.operations, *other.operations],
-            [*self.again, *other.again],
+            self.operations + other.operations,
+            self.again + other.again,
             [*self.collectives, *other.collectives],
             self.sends_again and other.sends_again,
             self.number if self.number == other.number else None,
         )
-
-    def renumbered(self, numbers: Mapping[int, int]) -> Unit:
-        """Return the unit with renumbered storages."""
-        found: dict[str, Any] = {}
-        for name in ("saved", "late", "arguments", "remembered", "outputs"):
-            if (sizes := getattr(self, name)) is not None:
-                found[name] = {numbers.get(number, number): size for number, size in sizes.items()}
-        return replace(self, **found)
 
 
 @dataclass
@@ -277,9 +269,6 @@ def stage_costs(
     count: ForwardCount, stages: StagePlan, node: Node, *, precision: str, rows: Rows, every: int
 ) -> list[StageCost]:
     """Return the costs of each stage. One of ``every`` blocks is recomputed; 0: no block."""
-    # Equal blocks share their lists.
-    lists = {id(made): made for unit in count.units() for made in (unit.operations, unit.again)}
-    works = {key: _work(operations, node.gpu, precision) for key, operations in lists.items()}
     costs = []
     for stage in range(stages.stages):
         places = range(stages.bounds[stage], stages.bounds[stage + 1])
@@ -290,7 +279,7 @@ def stage_costs(
         # The first stage has no gradient of the input, so its backward runs in the second half.
         halves = not first and all(unit.halves for unit in row)
         late = [*memory.own, memory.sent] if first else memory.late() if halves else [0] * (len(row) + 1)
-        own = [works[id(unit.operations)] for unit in row]
+        own = [_work(unit.operations, node.gpu, precision) for unit in row]
         again = [unit for unit in row if unit.recomputed(every)]
         calls = [call for unit in row for call in unit.collectives]
         sending = [unit for unit in again if unit.sends_again]
@@ -307,7 +296,7 @@ def stage_costs(
                 backward_work=memory.backward_work,
                 forward=sum(work.forward for work in own),
                 backward_input=sum(work.of_input for work in own)
-                + sum(works[id(unit.again)].forward for unit in again),
+                + sum(_work(unit.again, node.gpu, precision).forward for unit in again),
                 backward_weight=sum(work.of_weight for work in own),
                 travel=travel_over(rows, node, calls, repeated),
                 flops=sum(work.flops for work in own),
@@ -394,14 +383,14 @@ class _Work(NamedTuple):
     flops: int
 
 
-def _work(operations: Sequence[Operation], gpu: Gpu, precision: str) -> _Work:
+def _work(operations: Counter[Operation], gpu: Gpu, precision: str) -> _Work:
     forward = of_input = of_weight = 0.0
-    for operation in operations:
-        time, flops = seconds_of(operation, gpu, precision), operation.flops
+    for operation, calls in operations.items():
+        time, flops = calls * seconds_of(operation, gpu, precision), operation.flops
         forward += time
         of_input += time * (_ATTENTION_BACKWARD if operation.attention else 1.0 if flops else _ELEMENTWISE_BACKWARD)
         of_weight += time if flops and not operation.attention and not operation.frozen else 0.0
-    return _Work(forward, of_input, of_weight, sum(operation.in_all for operation in operations))
+    return _Work(forward, of_input, of_weight, sum(calls * each.in_all for each, calls in operations.items()))
 
 
 _ASSUMED = DATA["assumed"]

@@ -8,6 +8,7 @@ per row (Dao et al., "FlashAttention", 2022). Dropout saves a mask of one byte p
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -63,7 +64,6 @@ class Storages(TensorTracking):
         quantized: The frozen weights of 8 bits or fewer, which are dequantized before each matmul.
 
     Attributes:
-        count: The last assigned number.
         live, peak: The bytes of live storages, now and at the maximum since :meth:`reset_peak`.
         operations: A list to which each operation is appended, or None.
         keep: A callback for the results of each operator, including fused attention.
@@ -77,7 +77,7 @@ class Storages(TensorTracking):
         self._quantized = {storage_key(weight): weight.nbytes for weight in quantized}
         self.numbers: dict[int | None, int] = {}  # numbers of live storages, by key
         self._sizes: dict[int, int] = {}  # bytes of counted storages, by key
-        self.count = 0
+        self._next = itertools.count(1)
         self.live = self.peak = 0
         self.operations: list[Operation] | None = None
 
@@ -141,8 +141,7 @@ class Storages(TensorTracking):
             return -1
         number = self.numbers.get(key)
         if number is None:
-            self.count += 1
-            number = self.numbers[key] = self.count
+            number = self.numbers[key] = next(self._next)
             storage = tensor.untyped_storage()
             if counted and tensor.is_meta:
                 self._count(key, storage.nbytes())

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 import autopar.api  # imported before the fork, so that the processes share its modules
 import autopar.checkpoint.methods
@@ -30,15 +29,12 @@ from autopar.checkpoint.format import QuantizedBase
 from autopar.checkpoint.save import Snapshot
 from autopar.checkpoint.state import state_of
 from autopar.compat.patches import load
-from autopar.deferred_init.files import clear_sources
 from autopar.distributed.autograd_functions import record
-from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.operators import autocast_on_meta, on_meta
 from autopar.errors import ConfigError
 from autopar.tools.compat.fake_world import World, fake_world, without_data
 from autopar.tools.compat.operators import FakeWork
 from autopar.tools.planner.hardware import Gpu
-from autopar.tools.planner.planned_model import keep_kernels, without_cache
 from autopar.tools.rehearsal.simulated_ranks import Answers, LeftAloneError, Links, Transcript, deliver
 from autopar.tools.rehearsal.timeline import Held, Work, WorkCount
 from autopar.tools.rehearsal.trace import Call, Group, Recorder, where
@@ -211,20 +207,6 @@ def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
     return on_meta(function, args, kwargs) if found is NotImplemented else found
 
 
-def without_memory(model: PreTrainedModel, *, counted: bool = False, cache: bool = True) -> PreTrainedModel:
-    """Copy a model without memory for a rehearsal. The weights of a ``lazy_init`` model are not loaded."""
-    copied = meta_copy(model, gradients=True)
-    keep_kernels(copied, model, grouped=counted)
-    if not cache:
-        without_cache(copied)
-    for one, other in zip(copied.modules(), model.modules(), strict=True):
-        clear_sources(one)
-        one.training = other.training
-    for parameter, its in zip(copied.parameters(), model.parameters(), strict=True):
-        parameter.requires_grad_(its.requires_grad)
-    return copied
-
-
 _OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-4),
     "adam": functools.partial(torch.optim.Adam, lr=1e-4),
@@ -301,17 +283,6 @@ def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any], None] 
     model.save_parallelized(job.folder, optimizer=optimizer)
     now[0] = "load"
     model.from_parallelized(job.folder, optimizer=optimizer)
-
-
-_OF_TOKENS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")  # heads whose labels are tokens
-
-
-def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-    """Make a batch without memory, with labels for heads that predict tokens."""
-    inputs = sample_inputs(model, batch, sequence)
-    labels = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-    of_tokens = any(head in type(model).__name__ for head in _OF_TOKENS)
-    return inputs | {"labels": labels} if of_tokens and labels is not None else inputs
 
 
 def without_disk() -> None:

@@ -24,8 +24,9 @@ from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import mesh_words
 from autopar.tools.planner.hardware import Node, find_node
 from autopar.tools.planner.network import exposed
+from autopar.tools.planner.planned_model import inputs_of, without_memory
 from autopar.tools.rehearsal.matching import OVER_NCCL, blocked_calls, differences, waiting, where_awaited
-from autopar.tools.rehearsal.one_rank import Job, MakeOptimizer, Part, Rehearsed, inputs_of, run_round, without_memory
+from autopar.tools.rehearsal.one_rank import Job, MakeOptimizer, Part, Rehearsed, run_round
 from autopar.tools.rehearsal.simulated_ranks import axes_of, coordinates_of, rounds_of, stand_ins_for
 from autopar.tools.rehearsal.timeline import Held, Timeline, Traffic, chrome_trace, play, traffic_of
 from autopar.tools.rehearsal.trace import Call
@@ -126,7 +127,7 @@ def rehearse(
     if not isinstance(model, nn.Module):
         with lazy_init():
             built = AutoModelForCausalLM.from_config(model)
-    full = without_memory(built, counted=card is not None, cache=loop is not None and card is None)
+    full = without_memory(built, grouped=card is not None, cache=loop is not None and card is None)
     parsed = replace(ParallelConfig.parse(config, world), **_OVERRIDES)
     tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
     sizes = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp)

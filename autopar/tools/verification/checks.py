@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.compat.peft import plain_name
-from autopar.compat.tensors import in_backward
+from autopar.compat.tensors import in_backward, local_part as shard_of
 from autopar.data_parallel.gradients import average_gradients
 from autopar.distributed.collectives import gathered
 from autopar.distributed.digest import of_tensor
@@ -214,11 +214,8 @@ def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Name
 def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemory:
     """Count the bytes of weights, gradients and optimizer state."""
     held = [parameter for parameter in model.parameters() if not parameter.is_meta]
-    gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [value for value in states if isinstance(value, torch.Tensor)]
-    sizes = [[getattr(x, "to_local", lambda x=x: x)().nbytes for x in each] for each in (held, gradients, tensors)]
-    return RankMemory(rank, *map(sum, sizes))
+    kinds = (held, [parameter.grad for parameter in held], list(optimizer.state.values()))
+    return RankMemory(rank, *(sum(shard_of(x).nbytes for x in tensors_in(kind)) for kind in kinds))
 
 
 # -- generation -------------------------------------------------------------------------------------------------------

@@ -242,8 +242,9 @@ def _first_culprit(session: Session, check: str, rows: Sequence[Row]) -> Culprit
     drawn = next((row for row in failed if check == "dropout" and row.note), None)
     if drawn is not None:
         module = drawn.name if drawn.difference is None else ""  # else the name of an output
-        lines = tuple(_lines_of(session.plan, (module,), session.policy)) if module else ()
-        return Culprit(module, drawn.note, lines, (module,))
+        if not module:
+            return Culprit("", drawn.note, (), ("",))
+        return _culprit((module,), drawn.note, session.plan, session.policy)
     return None
 
 
@@ -281,7 +282,6 @@ def _recorded_step(session: Session) -> tuple[Recording, Recording]:
     return plain, mine
 
 
-_NOTHING = "the policy has no rule for the module"
 _FOLLOWING = 3  # further modules that are listed
 
 
@@ -305,13 +305,17 @@ def _culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
     elif event.kind == "gradient" and event.readers:
         text += f": {', '.join(event.readers[:4])} read{'s' if len(event.readers) == 1 else ''} it"
     modules = tuple(dict.fromkeys((module, event.path, *event.readers, *reversed(found.since))))
-    return Culprit(module, text, tuple(_lines_of(plan, modules, policy)), modules)
+    return _culprit(modules, text, plan, policy)
+
+
+def _culprit(modules: tuple[str, ...], text: str, plan: Plan, policy: str) -> Culprit:
+    """Return the culprit, the first of the suspected modules, with the policy lines about them."""
+    return Culprit(modules[0], text, tuple(_lines_of(plan, modules, policy)), modules)
 
 
 def _culprit_of_parameter(name: str, what: str, plan: Plan, policy: str) -> Culprit:
     """Describe a parameter that differs."""
-    module = name.rpartition(".")[0]
-    return Culprit(module, f"{what} {name} differs".strip(), tuple(_lines_of(plan, (module,), policy)), (module,))
+    return _culprit((name.rpartition(".")[0],), f"{what} {name} differs".strip(), plan, policy)
 
 
 def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, policy: str) -> Culprit | None:
@@ -329,8 +333,7 @@ def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, 
         path = paths.get(id(place)) if isinstance(place, nn.Module) else None
         if path is not None:
             text = f"{path or 'the model'} raises {type_and_text(error, 200)}"
-            modules = (path, path.rpartition(".")[0])
-            return Culprit(path, text, tuple(_lines_of(plan, modules, policy)), modules)
+            return _culprit((path, path.rpartition(".")[0]), text, plan, policy)
     return None
 
 
@@ -346,7 +349,7 @@ def _lines_of(plan: Plan, modules: Sequence[str], policy: str) -> Iterator[str]:
                 seen.add(line)
                 yield line
     if not seen:
-        yield f"{policy}: {_NOTHING}"
+        yield f"{policy}: the policy has no rule for the module"
 
 
 def _own_lines(plan: Plan, path: str) -> list[str]:

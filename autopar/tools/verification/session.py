@@ -55,21 +55,18 @@ class Rate(NamedTuple):
 
 def rates(model: nn.Module) -> list[Rate]:
     """Return all dropout rates of a model: ``p`` of dropouts, and ``*drop*`` of modules and their configs."""
-    found, configs = list[Rate](), dict[int, PretrainedConfig]()
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            called = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, Dropout))
+    found = list[Rate]()
+    owners: dict[int, tuple[str, Any]] = {id(module): (path, module) for path, module in model.named_modules()}
+    open_ = [getattr(module, "config", None) for module in model.modules()]
+    for config in open_:
+        if isinstance(config, PretrainedConfig) and id(config) not in owners:
+            owners[id(config)] = ("config", config)
+            open_ += vars(config).values()
+    for place, owner in owners.values():
+        for name, value in vars(owner).items():
+            called = "drop" in name or "jitter" in name or (name == "p" and isinstance(owner, Dropout))
             if called and type(value) in (float, int):
-                found.append(Rate(path, module, name, value))
-        open_ = [getattr(module, "config", None)]
-        for config in open_:
-            if isinstance(config, PretrainedConfig) and id(config) not in configs:
-                configs[id(config)] = config
-                open_ += vars(config).values()
-    for config in configs.values():
-        for name, value in vars(config).items():
-            if ("drop" in name or "jitter" in name) and type(value) in (float, int):
-                found.append(Rate("config", config, name, value))
+                found.append(Rate(place, owner, name, value))
     return found
 
 

@@ -161,7 +161,7 @@ def verify_on_ranks(
     batches: Sequence[Batch],
     checks: Sequence[str],
     change: Callable[[Session], None] | None = None,
-    alarm: Callable[[VerificationReport], None] | None = None,
+    alarm: Callable[[VerificationReport], None] = lambda report: None,
 ) -> VerificationReport:
     """Compare on the ranks of a running job. Every rank calls this function with the same arguments.
 
@@ -190,8 +190,7 @@ def verify_on_ranks(
         empty = replace(empty, policy=used, mesh=_mesh(session.config, dist.get_world_size()))
 
         def tell(rows: Sequence[Row], culprit: Culprit | None) -> None:
-            if alarm is not None:
-                alarm(replace(empty, rows=tuple(rows), culprit=culprit, seconds=time.monotonic() - start))
+            alarm(replace(empty, rows=tuple(rows), culprit=culprit, seconds=time.monotonic() - start))
 
         with progress_bar("verifying", len(checks), unit=" checks") as bar:
             rows, culprit = _run(session, checks, tell, bar)
@@ -239,46 +238,36 @@ def _run(session: Session, checks: Sequence[str], tell: _Tell, bar: Any) -> tupl
             rows.append(Row(check, "left out", None, note=reason))
             failed[check] = reason
             continue
-        found, error = _tried(session, check, lambda own, who: tell([*rows, *own], culprit or who))  # noqa: B023
+        found, raised, who = _tried(session, check, lambda own, who: tell([*rows, *own], culprit or who))  # noqa: B023
         bar.update()
         rows += found
-        wrong = [row for row in found if row.holds is False]
         if all(row.holds is None for row in found):
             failed[check] = found[0].note
-        if wrong:
+        if any(row.holds is False for row in found):
             failed[check] = f"{check} differs already"
-            if error is not None or any("raises" in row.what for row in wrong):
+            if raised:
                 failed[""] = f"{check} has raised an error"
-            if culprit is None and not any("raises" in row.what for row in found):
-                culprit = diagnose(session, check, found)
-            elif culprit is None:
-                found_by = gathered(None if error is None else _culprit_of(session, error))
-                culprit = next((each for each in found_by if each is not None), None)
+            culprit = culprit or (who if raised else diagnose(session, check, found))
     return rows, culprit
 
 
-def _culprit_of(session: Session, error: Exception) -> Culprit | None:
-    return culprit_of_error(error, session.parallel, session.plan, session.policy)
-
-
-def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], Exception | None]:
-    """Return the rows of a check, identical on all ranks, and the error that this rank raised, or None."""
-    error: Exception | None = None
+def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], bool, Culprit | None]:
+    """Return the rows of a check, whether a rank raised an error, and the module that raised it. All ranks agree."""
+    raised, who = False, None
     try:
         mine = _CHECKS[check](session)
-    except PlainModelError as raised:  # identical on all ranks
-        return (Row(check, "left out", None, note=str(raised)),), None
-    except Exception as raised:
-        error = raised
-        what, note = f"raises {type(raised).__name__}", in_one_line(raised, 400)
+    except PlainModelError as error:  # identical on all ranks
+        return (Row(check, "left out", None, note=str(error)),), False, None
+    except Exception as error:
+        raised, who = True, culprit_of_error(error, session.parallel, session.plan, session.policy)
+        what, note = f"raises {type(error).__name__}", in_one_line(error, 400)
         mine = [Row(check, what, False, note=note, rank=dist.get_rank())]
-        tell(mine, _culprit_of(session, raised))
-    everyone = gathered((mine, error is not None))
-    raising = [(rank, rows) for rank, (rows, raised) in enumerate(everyone) if raised]
-    if raising:
-        rank, rows = raising[0]
-        return (Row(**{**vars(rows[0]), "rank": rank}),), error
-    return merged([rows for rows, _ in everyone]), None
+        tell(mine, who)
+    everyone = gathered((mine, raised, who))
+    failures = [(rows[0], by) for rows, failed, by in everyone if failed]
+    if failures:
+        return (failures[0][0],), True, next((by for _, by in failures if by is not None), None)
+    return merged([rows for rows, _, _ in everyone]), False, None
 
 
 Work = Callable[..., VerificationReport]
