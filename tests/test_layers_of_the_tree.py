@@ -24,7 +24,7 @@ LINES = {
     "compat": 916,
     "guards": 572,
     "integrations": 2244,
-    "pipeline_parallel": 3488,
+    "pipeline_parallel": 3489,
     "plan": 2192,
     "policy": 1485,
     "storage": 1191,

@@ -40,16 +40,17 @@ def add_gradients(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tenso
     starts = [get_gradient_edge(root).node for root in roots]
     users: dict[Node, list[Node]] = {node: [node] for node in starts}  # a root has one more user
     leaves: dict[Node, torch.Tensor] = {}
-    recomputed = False
+    usual = False  # True: autograd adds all gradients
     for node, below in nodes(starts).items():
         name = node.name()
         if name == _LEAF:
             leaves[node] = node.variable  # type: ignore[attr-defined]
-        recomputed |= name == "CheckpointFunctionBackward"  # runs only in a pass for all leaves
+            usual |= not leaves[node].requires_grad  # frozen after the forward
+        usual |= name == "CheckpointFunctionBackward"  # runs only in a pass for all leaves
         for child in below:
             users.setdefault(child, []).append(node)
     added = {}
-    for leaf, weight in leaves.items() if not recomputed else ():
+    for leaf, weight in leaves.items() if not usual else ():
         if _accumulates(weight) and (product := _product(leaf, users)) is not None:
             added[leaf] = product.register_prehook(partial(_add, weight, product, users[leaf] == [product]))
     others = [weight for leaf, weight in leaves.items() if leaf not in added]
