@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from autopar.compat.tensors import forward_class, has_hooks, unpack_hook
 
+_LEAF = "torch::autograd::AccumulateGrad"
 _SMALLEST = 1 << 16  # elements of a weight; for fewer, the hook costs more than the sum
 _PRODUCTS = {"MmBackward0": ("self", 1), "AddmmBackward0": ("mat1", 2)}  # node -> saved input, place of the weight
 
@@ -35,7 +36,7 @@ _PRODUCTS = {"MmBackward0": ("self", 1), "AddmmBackward0": ("mat1", 2)}  # node 
 def add_gradients(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None) -> None:
     """Add the gradients of all leaves to their ``grad``; without ``gradients`` the roots are scalars.
 
-    Weights that have a ``grad`` are added to in the product, if one product uses them ([Note: sum in the product]).
+    If a weight has a ``grad`` and only one product reads it, that product adds to it ([Note: sum in the product]).
     """
     starts = [get_gradient_edge(root).node for root in roots]
     users: dict[Node, list[Node]] = {node: [node] for node in starts}  # a root has one more user
@@ -100,10 +101,7 @@ def _add(weight: torch.Tensor, product: Node, straight: bool, arrived: tuple[tor
     weight.grad.addmm_(one.t(), other, alpha=getattr(product, "_saved_alpha", 1))
 
 
-_LEAF = "torch::autograd::AccumulateGrad"
 _Gradients = tuple[torch.Tensor | None, ...]
-
-
 _Part = tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]
 """Edges, their gradients, and the reachable weights."""
 
